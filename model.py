@@ -1,0 +1,455 @@
+"""
+A Llama / Qwen transformer in one file: Llama 2 to 3.2, SmolLM2, Qwen2, Qwen2.5 and Qwen3, loaded from public
+safetensors checkpoints. Module names are those of the checkpoints, so that no weight is renamed or permuted.
+
+Shapes in the comments: B batch, T tokens, D width, H query heads, K key/value heads, C head width, L layers,
+V vocabulary, N target tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# configuration
+
+
+@dataclass
+class Config:
+    vocab_size: int
+    hidden_size: int  # D
+    intermediate_size: int
+    n_layers: int  # L
+    n_heads: int  # H
+    n_kv_heads: int  # K
+    head_dim: int  # C; Qwen3 sets it apart from D / H
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None
+    tied: bool = False  # the head is the embedding matrix
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    stop_ids: tuple[int, ...] = ()
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Config":
+        """Reads a checkpoint's config.json. ValueError names what is not supported, FileNotFoundError what is missing."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: give a checkpoint directory with config.json and safetensors files")
+        try:
+            c = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}): download the checkpoint again") from None
+        family = c.get("model_type")
+        if family not in ("llama", "qwen2", "qwen3"):
+            raise ValueError(f"{path} has model_type {family!r}: model.py knows llama, qwen2 and qwen3")
+        if c.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"{path} has hidden_act {c['hidden_act']!r}: model.py knows silu")
+        if c.get("use_sliding_window"):
+            raise ValueError(f"{path} asks for sliding-window attention, which model.py does not have")
+        if c.get("quantization_config"):
+            raise ValueError(f"{path} describes quantized weights: take the checkpoint with plain bf16 or fp32 weights")
+        try:
+            heads = c["num_attention_heads"]
+            # older files keep theta and the scaling apart, newer ones put both under rope_parameters
+            rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+            stop = c.get("eos_token_id")
+            config = cls(
+                vocab_size=c["vocab_size"],
+                hidden_size=c["hidden_size"],
+                intermediate_size=c["intermediate_size"],
+                n_layers=c["num_hidden_layers"],
+                n_heads=heads,
+                n_kv_heads=c.get("num_key_value_heads") or heads,
+                head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+                max_positions=c["max_position_embeddings"],
+                norm_eps=c.get("rms_norm_eps", 1e-6),
+                rope_theta=rope.get("rope_theta") or c.get("rope_theta") or 10000.0,
+                rope_scaling=rope or None,
+                tied=c.get("tie_word_embeddings", False),
+                qkv_bias=family == "qwen2" or c.get("attention_bias", False),
+                o_bias=family != "qwen2" and c.get("attention_bias", False),
+                mlp_bias=family == "llama" and c.get("mlp_bias", False),
+                qk_norm=family == "qwen3",
+                stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+                initializer_range=c.get("initializer_range", 0.02),
+            )
+            rope_frequencies(config)  # an unknown rope type is an error here, before any weight is read
+        except KeyError as error:
+            raise ValueError(f"{path} lacks the key {error}: it is not a complete model config") from None
+        return config
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rotary position embedding
+
+
+def rope_frequencies(config: Config, device: torch.device | str = "cpu") -> Tensor:
+    """The C/2 rotation speeds, in radians a token, fp32. Sources: RoFormer (arXiv 2104.09864), Llama 3.1's scaling."""
+    # f_i = theta^(-2i / C)
+    f = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim)
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return f
+    if kind == "linear":
+        return f / scaling["factor"]
+    if kind == "llama3":
+        # waves that fit often into the original context stay, those longer than it are slowed by the factor,
+        # and the ones between are blended
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * f / (2 * torch.pi)  # over the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return blend * f + (1 - blend) * f / scaling["factor"]
+    raise ValueError(f"config.json has rope type {kind!r}: model.py knows default, linear and llama3")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (x_i, x_{i + C/2}) of a head by its position's angle. x (B, heads, T, C), cos and sin (B, 1, T, C)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def rope_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (B, 1, T, C), for integer positions (B, T)."""
+    angles = positions[:, None, :, None] * rope_frequencies(config, positions.device)  # (B, 1, T, C/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the layers
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """
+    Grouped-query attention: q (B, H, T, C) over k and v (B, K, S, C) gives (B, T, H * C).
+    mask is bool (B, T, S), True where a query sees a key; without it attention is causal over T = S tokens.
+    """
+    B, H, T, C = q.shape
+    K = k.shape[1]
+    # softmax(Q K^T / sqrt(C)) V
+    if mask is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        # the H / K query heads that share a key head become rows of one product: no key is copied
+        q = q.reshape(B, K, H // K * T, C)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(1, H // K, 1)[:, None])
+        y = y.reshape(B, H, T, C)
+    return y.transpose(1, 2).reshape(B, T, H * C)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x / sqrt(mean(x^2) + eps) * w; the weight is cast at use, since adapters keep theirs in fp32
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config, layer: int):
+        super().__init__()
+        self.layer, self.head_dim, self.qk_norm = layer, c.head_dim, c.qk_norm
+        self.q_proj = nn.Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "Cache | None" = None) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H, C)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, C)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin), v.transpose(1, 2)
+        mask = None
+        if cache is not None:
+            k, v, mask = cache.update(self.layer, k, v)
+        return self.o_proj(attend(q, k, v, mask))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # SwiGLU: (silu(x W_gate) * x W_up) W_down
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Config, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.self_attn = Attention(c, layer)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "Cache | None" = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the cache
+
+
+class Cache:
+    """
+    Keys and values of a batch of conversations of different lengths, in buffers that never grow. Each row has its own
+    write position, so shorter prompts need no left padding: what stands to the right of a row's position is unseen,
+    and overwritten when the row gets there.
+    """
+
+    def __init__(self, config: Config, batch: int, length: int, device: torch.device, dtype: torch.dtype):
+        shape = (batch, config.n_kv_heads, length, config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.positions = torch.zeros(batch, dtype=torch.long, device=device)  # where each row writes next
+        self.used = 0  # slots that any row has written
+        self.inserted: dict[str, dict[str, Tensor]] = {}  # what each inserted block keeps, by boundary
+
+    def start(self, T: int) -> Tensor:
+        """Positions (B, T) of the T tokens that every row is about to write."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("a cache holds no gradients: call the model under torch.no_grad()")
+        self.fresh = self.used == 0
+        self.used += T
+        self.slots = self.positions[:, None] + torch.arange(T, device=self.positions.device)
+        return self.slots
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Writes k and v (B, K, T, C) at the rows' slots; returns what the queries may read, and the mask for it."""
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        self.keys[layer][rows, :, self.slots] = k.transpose(1, 2)
+        self.values[layer][rows, :, self.slots] = v.transpose(1, 2)
+        if self.fresh:  # the prompt sees itself alone: plain causal attention
+            return k, v, None
+        mask = torch.arange(self.used, device=k.device) <= self.slots[:, :, None]  # (B, T, used): key <= position
+        return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used], mask
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops the rows (bool (B,), True stays) whose reply is finished."""
+        self.keys = [k[rows] for k in self.keys]
+        self.values = [v[rows] for v in self.values]
+        self.positions = self.positions[rows]
+        self.used = int(self.positions.max())
+        self.inserted = {b: {name: t[rows] for name, t in kept.items()} for b, kept in self.inserted.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.inserted = nn.ModuleDict()  # blocks at boundaries: inserted["26"] runs after layer 26 (cal.py fills it)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Transformer":
+        """
+        Loads a directory of config.json and safetensors files (one, or shards with an index).
+        Each tensor goes straight to its device and dtype: the weights stand in memory once.
+        Raises FileNotFoundError or ValueError with one sentence that names the file or tensor at fault.
+        """
+        path = Path(path)
+        config = Config.from_file(path / "config.json")
+        generation = path / "generation_config.json"  # chat checkpoints list here what else ends a reply
+        if generation.is_file():
+            stop = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+            config.stop_ids = tuple(stop) if isinstance(stop, list) else config.stop_ids if stop is None else (stop,)
+        with torch.device("meta"):  # shapes alone, no memory yet
+            model = cls(config)
+        expected = model.state_dict()
+        weights: dict[str, Tensor] = {}
+        for full_name, file in weight_files(path).items():
+            name = full_name.removeprefix("model.")
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
+                continue  # some files repeat what follows from the config, or the tied embedding
+            if name not in expected:
+                raise ValueError(f"{file} holds the tensor {full_name}, which its config.json has no place for")
+            with safe_open(file, framework="pt") as f:  # opened anew for each tensor, so that no mapped page stays
+                shape = tuple(f.get_slice(full_name).get_shape())
+                if shape != expected[name].shape:
+                    raise ValueError(f"{full_name} in {file} has shape {shape}, but config.json asks for {tuple(expected[name].shape)}")
+                weights[name] = f.get_tensor(full_name).to(device=device, dtype=dtype, copy=True)
+        if missing := expected.keys() - weights.keys():
+            raise ValueError(f"{path} lacks the tensor {min(missing)} ({len(missing)} missing in all): download the checkpoint again")
+        model.load_state_dict(weights, assign=True)
+        return model.eval()
+
+    def forward(self, ids: Tensor, system: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """
+        ids (B, T) and system, bool (B, T), True on the system prompt's tokens, give hidden states (B, T, D) after the
+        final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
+        tokens continue its rows. ValueError if a row would pass the context length.
+        """
+        B, T = ids.shape
+        if T + (cache.used if cache else 0) > self.config.max_positions:
+            raise ValueError(f"{T + (cache.used if cache else 0)} tokens do not fit the model's context of {self.config.max_positions}")
+        positions = cache.start(T) if cache else torch.arange(T, device=ids.device)[None]
+        x = self.embed_tokens(ids)  # (B, T, D)
+        cos, sin = rope_tables(self.config, positions, x.dtype)
+        # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
+        # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
+        for b, layer in enumerate(self.layers, start=1):
+            x = layer(x, cos, sin, cache)
+            if (boundary := str(b)) in self.inserted:
+                kept = cache.inserted.setdefault(boundary, {}) if cache else None
+                x = self.inserted[boundary](x, system, kept, positions)
+        if cache:
+            cache.positions = cache.positions + T
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, D) to (…, V)."""
+        return F.linear(hidden, self.embed_tokens.weight if self.config.tied else self.lm_head.weight)
+
+    def loss(self, hidden: Tensor, targets: Tensor, chunk: int = 1024) -> tuple[Tensor, int]:
+        """
+        Cross-entropy in nats, summed over the n positions whose target is not -1, and n. hidden (B, T, D), targets (B, T).
+        The head, the largest tensor of the program, runs on those positions alone, a chunk at a time; a chunk's logits
+        are computed again in the backward pass, so that two chunks never stand in memory together.
+        """
+        counted = targets >= 0
+        hidden, targets = hidden[counted], targets[counted]  # (N, D), (N,)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+
+        def chunk_loss(h: Tensor, t: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(h).float(), t, reduction="sum")
+
+        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
+            if len(t):
+                loss = loss + checkpoint(chunk_loss, h, t, use_reentrant=False)
+        return loss, len(targets)
+
+    def generate(
+        self,
+        prompts: list[Tensor],
+        systems: list[Tensor] | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop_ids: list[int] | None = None,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """
+        Continues a ragged batch: prompts are 1-D id tensors, systems bool tensors of the same lengths. Returns each
+        row's new ids without the stop id. Temperature 0 is greedy; stop_ids=None takes the checkpoint's own.
+        A reply ends at a stop id, after max_new_tokens, or at the end of the context.
+        """
+        replies: list[list[int]] = [[] for _ in prompts]
+        for row, token in self.stream(prompts, systems, max_new_tokens, temperature, top_p, stop_ids, seed):
+            replies[row].append(token)
+        return replies
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompts: list[Tensor],
+        systems: list[Tensor] | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop_ids: list[int] | None = None,
+        seed: int = 0,
+    ) -> Iterator[tuple[int, int]]:
+        """generate, one token at a time: yields (row, id) as they come."""
+        if not prompts:
+            return
+        if any(len(p) == 0 for p in prompts):
+            raise ValueError("a prompt is empty: give at least one token")
+        weight = self.embed_tokens.weight
+        device, context = weight.device, self.config.max_positions
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        longest = max(len(p) for p in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
+        system = torch.zeros(len(prompts), longest, dtype=torch.bool, device=device)
+        for row, prompt in enumerate(prompts):  # right-padded
+            ids[row, : len(prompt)] = torch.as_tensor(prompt)
+            if systems is not None:
+                system[row, : len(prompt)] = torch.as_tensor(systems[row])
+        stops = torch.tensor(self.config.stop_ids if stop_ids is None else stop_ids, dtype=torch.long, device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        rows = torch.arange(len(prompts), device=device)  # the prompts that are still being answered
+
+        # the prompts, all at once; then each row stands at its own length
+        cache = Cache(self.config, len(prompts), min(longest + max_new_tokens, context), device, weight.dtype)
+        hidden = self(ids, system, cache)[rows, lengths - 1]  # (B, D): of each row's last token
+        cache.positions = lengths
+        for step in range(max_new_tokens):
+            token = sample(self.logits(hidden), temperature, top_p, generator)  # (B,)
+            going = ~torch.isin(token, stops)
+            yield from zip(rows[going].tolist(), token[going].tolist())
+            going &= cache.positions < context
+            if step + 1 == max_new_tokens or not going.any():
+                return
+            if not going.all():  # finished rows leave the batch
+                rows, token = rows[going], token[going]
+                cache.keep(going)
+            hidden = self(token[:, None], None, cache)[:, 0]
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """The next ids (B,) from logits (B, V): the likeliest at temperature 0, else drawn from the top_p nucleus."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
+    p[p.cumsum(-1) - p >= top_p] = 0  # words that the likelier ones already bring to top_p (arXiv 1904.09751)
+    return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """The safetensors file of every tensor in a checkpoint directory, by tensor name. Errors as in from_pretrained."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    files = {single}
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError):
+            raise ValueError(f"{index} is not a safetensors index: download the checkpoint again") from None
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index} names {outside[0]!r}, a path outside its directory: do not trust this checkpoint")
+        files = {path / name for name in names}
+    found: dict[str, Path] = {}
+    for file in sorted(files):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing: download the checkpoint again")
+        try:
+            with safe_open(file, framework="pt") as f:
+                found.update(dict.fromkeys(f.keys(), file))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut short ({error}): delete it and download it again") from None
+    return found
