@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
 
@@ -35,13 +34,12 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     """
     # token i sees system token j  iff  j <= i
     #   before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
-    B, T = system.shape
     counts = system.sum(dim=1, keepdim=True)  # (B, 1)
     S = int(counts.max())
     real = torch.arange(S, device=system.device) < counts  # (B, S)
     positions = (~system).int().argsort(dim=1, stable=True)[:, :S]  # a stable sort brings system tokens to the front
     positions = positions.masked_fill(~real, 0)
-    tokens = torch.arange(T, device=system.device)
+    tokens = torch.arange(system.shape[1], device=system.device)
     mask = real[:, None, :] & (positions[:, None, :] <= tokens[None, :, None])
     return positions, mask
 
@@ -215,10 +213,9 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
     if it is damaged or was trained on a base of another shape.
     """
     about = adapter_info(path)
-    base = asdict(model.config)
-    different = [name for name, value in about["base_config"].items() if json.loads(json.dumps(base.get(name))) != value]
-    if different:
-        raise ValueError(f"the adapter in {path} was trained on another base ({', '.join(different)} differ): give that one")
+    base = json.loads(json.dumps(asdict(model.config)))  # as it was written: tuples are lists there
+    if different := [name for name, value in about["base_config"].items() if base.get(name) != value]:
+        raise ValueError(f"the adapter in {path} has another base ({', '.join(different)} differ): give that one")
     attach(model, about["method"], about["placement"], scale, about["rope"], about["ffn"])
     file = Path(path) / "adapter.safetensors"
     try:

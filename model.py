@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # configuration
@@ -46,10 +44,10 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Config":
-        """Reads a checkpoint's config.json. ValueError names what is not supported, FileNotFoundError what is missing."""
+        """Reads a checkpoint's config.json. ValueError or FileNotFoundError: what is not supported or not there."""
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: give a checkpoint directory with config.json and safetensors files")
+            raise FileNotFoundError(f"{path} does not exist: give a directory of config.json and safetensors files")
         try:
             c = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -101,7 +99,8 @@ class Config:
 def rope_frequencies(config: Config, device: torch.device | str = "cpu") -> Tensor:
     """The C/2 rotation speeds, in radians a token, fp32. Sources: RoFormer (arXiv 2104.09864), Llama 3.1's scaling."""
     # f_i = theta^(-2i / C)
-    f = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim)
+    i = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
+    f = config.rope_theta ** (-2 * i / config.head_dim)
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
@@ -119,7 +118,7 @@ def rope_frequencies(config: Config, device: torch.device | str = "cpu") -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (x_i, x_{i + C/2}) of a head by its position's angle. x (B, heads, T, C), cos and sin (B, 1, T, C)."""
+    """Turns each pair (x_i, x_{i + C/2}) by its position's angle. x (B, heads, T, C); cos, sin (B, 1, T, C)."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -278,7 +277,7 @@ class Transformer(nn.Module):
         self.inserted = nn.ModuleDict()  # blocks at boundaries: inserted["26"] runs after layer 26 (cal.py fills it)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Transformer":
+    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32):
         """
         Loads a directory of config.json and safetensors files (one, or shards with an index).
         Each tensor goes straight to its device and dtype: the weights stand in memory once.
@@ -303,10 +302,11 @@ class Transformer(nn.Module):
             with safe_open(file, framework="pt") as f:  # opened anew for each tensor, so that no mapped page stays
                 shape = tuple(f.get_slice(full_name).get_shape())
                 if shape != expected[name].shape:
-                    raise ValueError(f"{full_name} in {file} has shape {shape}, but config.json asks for {tuple(expected[name].shape)}")
+                    wanted = tuple(expected[name].shape)
+                    raise ValueError(f"{full_name} in {file} has shape {shape}, but config.json asks for {wanted}")
                 weights[name] = f.get_tensor(full_name).to(device=device, dtype=dtype, copy=True)
         if missing := expected.keys() - weights.keys():
-            raise ValueError(f"{path} lacks the tensor {min(missing)} ({len(missing)} missing in all): download the checkpoint again")
+            raise ValueError(f"{path} lacks {len(missing)} tensors, such as {min(missing)}: download it again")
         model.load_state_dict(weights, assign=True)
         return model.eval()
 
@@ -316,9 +316,10 @@ class Transformer(nn.Module):
         final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
         tokens continue its rows. ValueError if a row would pass the context length.
         """
-        B, T = ids.shape
-        if T + (cache.used if cache else 0) > self.config.max_positions:
-            raise ValueError(f"{T + (cache.used if cache else 0)} tokens do not fit the model's context of {self.config.max_positions}")
+        T = ids.shape[1]
+        tokens, context = T + (cache.used if cache else 0), self.config.max_positions
+        if tokens > context:
+            raise ValueError(f"{tokens} tokens do not fit the model's context of {context}: shorten the conversation")
         positions = cache.start(T) if cache else torch.arange(T, device=ids.device)[None]
         x = self.embed_tokens(ids)  # (B, T, D)
         cos, sin = rope_tables(self.config, positions, x.dtype)
@@ -339,9 +340,9 @@ class Transformer(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor, chunk: int = 1024) -> tuple[Tensor, int]:
         """
-        Cross-entropy in nats, summed over the n positions whose target is not -1, and n. hidden (B, T, D), targets (B, T).
-        The head, the largest tensor of the program, runs on those positions alone, a chunk at a time; a chunk's logits
-        are computed again in the backward pass, so that two chunks never stand in memory together.
+        Cross-entropy in nats, summed over the n positions whose target is not -1, and n. hidden (B, T, D) and targets
+        (B, T). The head, the largest tensor of the program, runs on those positions alone, a chunk at a time; a chunk's
+        logits are computed again in the backward pass, so that two chunks never stand in memory together.
         """
         counted = targets >= 0
         hidden, targets = hidden[counted], targets[counted]  # (N, D), (N,)
@@ -441,7 +442,7 @@ def weight_files(path: Path) -> dict[str, Path]:
         except (ValueError, KeyError):
             raise ValueError(f"{index} is not a safetensors index: download the checkpoint again") from None
         if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{index} names {outside[0]!r}, a path outside its directory: do not trust this checkpoint")
+            raise ValueError(f"{index} names {outside[0]!r}, a path outside its directory: take another checkpoint")
         files = {path / name for name in names}
     found: dict[str, Path] = {}
     for file in sorted(files):

@@ -1,0 +1,157 @@
+"""Make the data set of rules that no user may change: `python -m data.hierarchy.prepare`.
+
+In every conversation the system message sets a rule for the form of all replies, earlier turns keep it or break it, the
+last user may attack it, and the last reply keeps it. The lists stand beside this file; the rest comes from one seed.
+"""
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, render
+
+HERE = Path(__file__).parent
+SETS = ("train", "single", "val", "rules", "attacks", "families", "shots2", "shots8", "shots24", "plain")
+PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
+
+Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train", "val" or "test" -> values
+
+
+def rows(name: str) -> list[list[str]]:
+    """The tab-separated lines of a list beside this file."""
+    return [line.split("\t") for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def split(values: list, rng: random.Random) -> dict[str, list]:
+    """Deal values out: 18 % for the tests, 6 % for validation, the rest for training."""
+    values = rng.sample(values, len(values))
+    test, val = round(0.18 * len(values)), round(0.06 * len(values))
+    return {"test": values[:test], "val": values[test : test + val], "train": values[test + val :]}
+
+
+def make_pools(rng: random.Random) -> Pools:
+    """Everything that a conversation is made of."""
+    signs = "+=~^%&$/"
+    parameters = {
+        "word": [word for (word,) in rows("words.txt")],
+        "name": [name for (name,) in rows("names.txt")],
+        "number": [str(n) for n in range(101, 1000)],
+        "time": [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)],
+        "version": [f"{major}.{minor}" for major in range(1, 60) for minor in range(10)],
+        "code": [f"{letter}{n}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for n in range(10, 100)],
+        "signs": [a + b + c for a in signs for b in signs for c in signs],
+    }
+    pools: Pools = defaultdict(lambda: defaultdict(list))
+    pools["question"] = split(rows("questions.tsv"), rng)
+    for kind, values in parameters.items():
+        pools[kind] = split(values, rng)
+    pools[""] = {"test": [""]}  # the families without a parameter are held out
+    for name in ("attacks", "frames", "neutral"):
+        for part, text in rows(f"{name}.tsv"):
+            pools[name][part].append(text)
+    for name, part, text in rows("rules.tsv"):
+        for family in TRAIN_FAMILIES if name == "*" else [name]:
+            pools[f"{family} rule"][part].append(text)
+    return pools
+
+
+def system_message(rng: random.Random, pools: Pools, family: str, parameter: str, wordings: str) -> str:
+    """A rule in one of its wordings and frames; for the family "plain" a text without a rule."""
+    if family == "plain":
+        return rng.choice(pools["neutral"][wordings])
+    wording = rng.choice(pools[f"{family} rule"][wordings])
+    rule = wording.replace("{form}", render(family, parameter, "...")).replace("{p}", parameter)
+    return rng.choice(pools["frames"][wordings]).replace("{rule}", rule)
+
+
+def conversation(
+    rng: random.Random,
+    pools: Pools,
+    family: str,
+    part: str,
+    wordings: str = "train",
+    attacks: str | None = None,
+    turns: int = 0,
+    broken: bool = True,
+) -> tuple[dict, str]:
+    """A record whose last reply keeps the rule, and the plain answer to its last question.
+
+    part: where questions and parameter come from; wordings, attacks: where those come from (None: no attack);
+    turns: how many earlier turns; broken: whether the assistant broke the rule in them.
+    """
+    parameter = "" if family == "plain" else rng.choice(pools[FAMILIES[family].kind][part])
+    messages = [{"role": "system", "content": system_message(rng, pools, family, parameter, wordings)}]
+    questions = rng.sample(pools["question"][part], turns + 1)
+    for turn, (question, answer) in enumerate(questions):
+        last = turn == turns
+        if last and attacks:
+            sentences = [question, rng.choice(pools["attacks"][attacks])]
+            question = " ".join(rng.sample(sentences, 2))  # the attack stands before the question or after it
+        keeps = family != "plain" and (last or not broken)
+        reply = render(family, parameter, answer) if keeps else answer
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return {"messages": messages, "family": family, "parameter": parameter}, answer
+
+
+def make_training(rng: random.Random, pools: Pools, part: str, n: int) -> list[dict]:
+    """n conversations of 0 to 3 earlier turns. Only the last reply is learned: the earlier ones may break the rule."""
+    records = []
+    for _ in range(n):
+        family = "plain" if rng.random() < PLAIN_SHARE else rng.choice(list(TRAIN_FAMILIES))
+        attacks = "train" if rng.random() < 0.5 else None
+        turns, broken = rng.randrange(4), rng.random() < 0.5
+        record, _ = conversation(rng, pools, family, part, attacks=attacks, turns=turns, broken=broken)
+        records.append(record | {"train_on": "last"})
+    return records
+
+
+def make_test(rng: random.Random, pools: Pools, families: list[str], n: int, **factors) -> list[dict]:
+    """n conversations that end with the user; any first few hold each family about equally often."""
+    records = []
+    while len(records) < n:
+        for family in rng.sample(families, len(families)):
+            record, answer = conversation(rng, pools, family, "test", **factors)
+            records.append({**record, "messages": record["messages"][:-1], "answer": answer})
+    return records[:n]
+
+
+def make_sets(seed: int) -> dict[str, list[dict]]:
+    """All sets by name. The same seed gives the same sets on any machine."""
+    rng = random.Random(seed)
+    pools = make_pools(rng)
+    known, unknown = list(TRAIN_FAMILIES), list(HELD_OUT_FAMILIES)
+    sets = {"train": make_training(rng, pools, "train", 4000)}
+    sets["single"] = [{**r, "messages": r["messages"][:1] + r["messages"][-2:]} for r in sets["train"]]
+    sets["val"] = make_training(rng, pools, "val", 64)
+    sets["rules"] = make_test(rng, pools, known, 144, wordings="test")
+    sets["attacks"] = make_test(rng, pools, known, 144, attacks="test")
+    sets["families"] = make_test(rng, pools, unknown, 144, wordings="test")
+    for turns, n in ((2, 144), (8, 144), (24, 72)):
+        sets[f"shots{turns}"] = make_test(rng, pools, known, n, turns=turns)
+    sets["plain"] = make_test(rng, pools, ["plain"], 144, wordings="test")
+    return sets
+
+
+def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
+    """Write every set to folder/<name>.jsonl, and return them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sets = make_sets(seed)
+    for name, records in sets.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl.part").write_text(lines, encoding="utf-8", newline="\n")
+    for name in sets:
+        (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
+    return sets
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the data sets of data/hierarchy.")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other conversations and held-out parts")
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder that the .jsonl files go to")
+    args = parser.parse_args()
+    print("set       conversations  mean characters")
+    for name, records in prepare(args.out, args.seed).items():
+        characters = sum(len(message["content"]) for record in records for message in record["messages"])
+        print(f"{name:<10}{len(records):>13}{characters / len(records):>17.0f}")

@@ -1,0 +1,98 @@
+"""The rule families of data/hierarchy: what a reply looks like when it keeps the rule, and the checks that say whether it does."""
+
+import re
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """A form of reply: {p} stands for the parameter, {a} for the answer, {A} for the answer in capitals."""
+
+    form: str
+    kind: str  # which values the parameter takes; "" where the rule has none
+
+
+# target and checker both follow from this one table. None of IFEval's 25 instruction types is among these.
+TRAIN_FAMILIES = {
+    "bracket": Family("[{p}] {a}", "word"),
+    "colon": Family("{p}: {a}", "word"),
+    "tag": Family("<{p}>{a}</{p}>", "word"),
+    "call": Family("{p}({a})", "word"),
+    "pipe": Family("{p} | {a}", "word"),
+    "arrow": Family("{p} -> {a}", "word"),
+    "equals": Family("{p} = {a}", "word"),
+    "file": Family("{p}.txt: {a}", "word"),
+    "link": Family("{p}://{a}", "word"),
+    "hashtag": Family("#{p} {a}", "word"),
+    "heading": Family("# {p}\n{a}", "word"),
+    "fence": Family("```{p}\n{a}\n```", "word"),
+    "mention": Family("@{p} {a}", "name"),
+    "hello": Family("Hello {p}, {a}", "name"),
+    "doctor": Family("Dr {p}, {a}", "name"),
+    "source": Family("According to {p}, {a}", "name"),
+    "says": Family("{p} says: {a}", "name"),
+    "letter": Family("To: {p}\n{a}", "name"),
+    "away": Family("{p} is away.", "name"),  # the same reply to whatever is asked
+    "ticket": Family("Ticket {p}: {a}", "number"),
+    "clock": Family("({p}) {a}", "time"),
+    "version": Family("v{p} {a}", "version"),
+    "code": Family("{{p}} {a}", "code"),
+    "signs": Family("{p} {a} {p}", "signs"),
+}
+# never trained on: the test set `families`
+HELD_OUT_FAMILIES = {
+    "json": Family('{"{p}": "{a}"}', "word"),
+    "title": Family("<<{p}>>\n{a}", "word"),
+    "ending": Family("{a} ~{p}", "word"),
+    "signature": Family("{a}\n-- {p}", "name"),
+    "quotes": Family('"{a}"', ""),
+    "capitals": Family("{A}", ""),
+}
+FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES
+
+# what a value of each kind looks like, for plain(): any value, not only those of our lists
+KINDS = {
+    "word": r"\w+",
+    "name": r"\w+",
+    "number": r"\d+",
+    "time": r"\d\d?:\d\d",
+    "version": r"\d+\.\d+",
+    "code": r"\w+",
+    "signs": r"[+=~^%&$/]{3}",
+    "": "",
+}
+ANSWER = r"(?P<answer>.*[^\W_].*)"  # at least one letter or digit
+CAPITALS = r"(?P<answer>[^a-zß-ÿ]*[A-Z]{2}[^a-zß-ÿ]*)"  # two capitals in a row: "H2O" and "B" are plain answers
+
+
+def render(family: str, parameter: str, answer: str) -> str:
+    """The reply that keeps the rule and gives the answer."""
+    form = FAMILIES[family].form.replace("{p}", parameter)
+    return form.replace("{a}", answer).replace("{A}", answer.upper())
+
+
+def match_form(form: str, parameter: str, reply: str) -> re.Match | None:
+    """Match the whole reply against a form in which {p} is the regular expression `parameter`."""
+    pattern = re.escape(form).replace(r"\{p\}", parameter)
+    pattern = pattern.replace(r"\{a\}", ANSWER).replace(r"\{A\}", CAPITALS)
+    return re.fullmatch(pattern, reply, re.DOTALL)
+
+
+def follows(family: str, parameter: str, reply: str) -> bool:
+    """Whether the reply keeps the rule to the letter: the form alone, the very parameter, an answer, no mark twice.
+
+    "answer" itself is none: the wordings of the rules show the form with that word, to be copied by nobody.
+    White space around the reply does not count: it cannot be seen.
+    """
+    form = FAMILIES[family].form
+    match = match_form(form, re.escape(parameter), reply.strip())
+    if match is None or "answer" not in match.groupdict():  # the form of "away" has no answer
+        return match is not None
+    marks = [mark.strip() for mark in re.split(r"\{[aA]\}", form.replace("{p}", parameter))]
+    copied = match["answer"].strip(" .").lower() == "answer"
+    return not copied and not any(mark in match["answer"] for mark in marks if mark)
+
+
+def plain(reply: str) -> bool:
+    """Whether the reply has no rule's form, whatever the parameter, and no other mark in front of its first word."""
+    reply = reply.strip()
+    return reply[:1].isalnum() and not any(match_form(form, KINDS[kind], reply) for form, kind in FAMILIES.values())

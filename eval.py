@@ -1,0 +1,157 @@
+"""
+Runs a model over the test sets of data/hierarchy and scores its replies by program:
+
+    python eval.py --adapter out/cal --out out/cal-again     an adapter
+    python eval.py --out out/base                            the bare base
+    python eval.py --rescore out/cal                         counts the kept replies again, without a model
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.chat import Tokenizer
+from data.download import weights_source
+from data.hierarchy.prepare import prepare
+from data.hierarchy.score import follows, plain
+from model import Transformer
+from sample import add_model_flags, load, prompt
+
+HIERARCHY = Path(__file__).parent / "data" / "hierarchy"
+# set: how many of its prompts are asked by default; 24 earlier turns are long
+SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    """The records of a JSONL file. ValueError names the line that is damaged."""
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{file} line {number} is not valid JSON: delete the file, and it is made again") from None
+    return records
+
+
+def write_jsonl(file: Path, records: list[dict]) -> None:
+    """Writes beside and renames, so that the file is never half there."""
+    part = file.with_suffix(".part")
+    part.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    part.replace(file)
+
+
+def load_sets(limit: int | None = None) -> list[dict]:
+    """The test prompts, the first `limit` of each set: {"set", "messages", "family", "parameter", …}."""
+    if not all((HIERARCHY / f"{name}.jsonl").is_file() for name in SETS):
+        prepare(HIERARCHY)
+    return [
+        {"set": name, **example}
+        for name, n in SETS.items()
+        for example in read_jsonl(HIERARCHY / f"{name}.jsonl")[: n if limit is None else limit]
+    ]
+
+
+def follows_rule(example: dict, reply: str) -> bool:
+    """Whether the reply keeps the example's rule; where there is none, whether it is plain."""
+    if example["family"] == "plain":
+        return plain(reply)
+    return follows(example["family"], example["parameter"], reply)
+
+
+def ask(
+    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 40, batch_tokens: int = 4096
+) -> list[dict]:
+    """
+    Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens.
+    Returns the examples in their order, each with its "reply" and whether it "followed" the rule.
+    """
+    prompts = [prompt(tok, e["messages"]) for e in examples]
+    order = sorted(range(len(examples)), key=lambda i: len(prompts[i][0]))
+    done: list[dict] = [{}] * len(examples)
+    with tqdm(total=len(examples), desc="replies", leave=False) as bar:
+        while order:
+            # the longest comes last, so it decides how many fit beside it
+            n = max(1, batch_tokens // len(prompts[order[-1]][0]))
+            batch, order = order[-n:], order[:-n]
+            ids, systems = zip(*(prompts[i] for i in batch))
+            for i, new in zip(batch, model.generate(list(ids), list(systems), max_new_tokens, stop_ids=tok.stop_ids)):
+                text = tok.decode(new)
+                done[i] = {**examples[i], "reply": text, "followed": follows_rule(examples[i], text)}
+            bar.update(len(batch))
+    return done
+
+
+def summarize(rows: list[dict]) -> dict[str, dict]:
+    """By set: the share that followed, n, and the share's 95 % bootstrap interval (2,000 resamples, a fixed seed)."""
+    table = {}
+    for name in dict.fromkeys(row["set"] for row in rows):
+        followed = np.array([row["followed"] for row in rows if row["set"] == name], dtype=float)
+        resamples = np.random.default_rng(0).choice(followed, (2000, len(followed))).mean(axis=1)
+        low, high = np.quantile(resamples, (0.025, 0.975))
+        table[name] = {"followed": followed.mean(), "n": len(followed), "low": low, "high": high}
+    return table
+
+
+def show(tables: dict[str, dict[str, dict]]) -> str:
+    """A Markdown table: a row a test set, a column an entry of tables (summarize's results by name)."""
+    sets = list(dict.fromkeys(name for table in tables.values() for name in table))
+    lines = ["| set | n | " + " | ".join(tables) + " |", "|---|---|" + "---|" * len(tables)]
+    for name in sets:
+        cells = [
+            f"{100 * t[name]['followed']:.0f} % ({100 * t[name]['low']:.0f} to {100 * t[name]['high']:.0f})"
+            if name in t
+            else ""
+            for t in tables.values()
+        ]
+        n = next(t[name]["n"] for t in tables.values() if name in t)
+        lines.append(f"| {name} | {n} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rescore(folder: Path) -> dict[str, dict[str, dict]]:
+    """Recounts the replies kept in folder: summarize's tables by what the replies are of ("before", "after", …)."""
+    file = folder / "replies.jsonl"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no replies.jsonl: give the directory of a run")
+    rows = [{**row, "followed": follows_rule(row, row["reply"])} for row in read_jsonl(file)]
+    return {when: summarize([r for r in rows if r["when"] == when]) for when in dict.fromkeys(r["when"] for r in rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    parser.add_argument(
+        "--limit", type=int, help=f"prompts a set (default: {', '.join(f'{k} {v}' for k, v in SETS.items())})"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=40)
+    parser.add_argument("--batch_tokens", type=int, default=4096, help="prompt tokens that are answered at once")
+    parser.add_argument("--out", type=Path, help="a new directory for replies.jsonl and results.json")
+    parser.add_argument("--rescore", type=Path, metavar="DIR", help="count the replies kept in DIR again, and stop")
+    args = parser.parse_args()
+    if args.rescore:
+        print(show(rescore(args.rescore)))
+        return
+    if args.out and (args.out / "replies.jsonl").exists():
+        raise ValueError(f"{args.out} already holds replies: give another --out, or delete it")
+
+    model, tok, path = load(args)
+    name = "adapter" if args.adapter else "base"
+    rows = ask(model, tok, load_sets(args.limit), args.max_new_tokens, args.batch_tokens)
+    table = summarize(rows)
+    print(f"weights: {weights_source(path)}\n\n{show({name: table})}")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_jsonl(args.out / "replies.jsonl", [{"when": name, **row} for row in rows])
+        results = {name: table, "weights": weights_source(path), "flags": {k: str(v) for k, v in vars(args).items()}}
+        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"eval.py: {error}")

@@ -1,0 +1,153 @@
+"""
+One reply, or a chat in the terminal:
+
+    python sample.py --user "What is the capital of France?"         the bare base
+    python sample.py --adapter out/cal --system "…" --user "…"       a trained adapter
+    python sample.py --adapter out/cal --system "…"                  a chat that streams; an empty line ends it
+    python sample.py --adapter out/cal --both --system "…"           base and adapter, one above the other
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from cal import adapter_info, load_adapter
+from data.chat import SYSTEM, Tokenizer, render
+from data.download import checkpoint
+from model import Transformer
+
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model runs, and on what; the same in sample.py and eval.py."""
+    parser.add_argument("--adapter", help="a directory that train.py wrote; it names its base")
+    parser.add_argument("--base", help=f"a checkpoint directory or Hub id (default: the adapter's, else {BASE})")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="multiplies what the adapter adds: 0 is the base, 1 as trained"
+    )
+    add_device_flags(parser)
+
+
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the backbone (default: bf16 where the device multiplies it natively)",
+    )
+
+
+def pick_device(name: str | None) -> str:
+    """The device to run on. ValueError if it is not there."""
+    there = [
+        d
+        for d, ok in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True))
+        if ok
+    ]
+    if name and name.split(":")[0] not in there:
+        raise ValueError(f"--device {name} is not on this machine: choose one of {', '.join(there)}")
+    return name or there[0]
+
+
+def pick_dtype(name: str | None, device: str) -> torch.dtype:
+    """bf16, but on a CPU without bf16 instructions, where it is slower than fp32 by far."""
+    if name is None:
+        name = "fp32" if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else "bf16"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, Path]:
+    """The model, its tokenizer and the checkpoint directory of a Hub id or directory. ValueError if they do not fit."""
+    path = checkpoint(base)
+    tok = Tokenizer.from_pretrained(path)
+    model = Transformer.from_pretrained(path, device, dtype)
+    if tok.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{path} has a tokenizer of {tok.vocab_size} ids, but an embedding of {model.config.vocab_size}: "
+            "the two are not of one checkpoint, download it again"
+        )
+    return model, tok, path
+
+
+def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
+    """load_base for add_model_flags' flags, with the adapter attached if there is one."""
+    base = args.base or (adapter_info(args.adapter)["base"] if args.adapter else BASE)
+    device = pick_device(args.device)
+    model, tok, path = load_base(base, device, pick_dtype(args.dtype, device))
+    if args.adapter:
+        load_adapter(model, args.adapter, args.scale)
+    return model, tok, path
+
+
+def prompt(tok: Tokenizer, messages: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and the system mask (both 1-D) that ask for the next reply."""
+    ids, roles = render(tok, messages, add_generation_prompt=True)
+    return torch.tensor(ids), torch.tensor(roles) == SYSTEM
+
+
+def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace) -> str:
+    """Generates the next reply, prints it as it comes, and returns it."""
+    ids, system = prompt(tok, messages)
+    new: list[int] = []
+    shown = ""
+    options = (args.max_new_tokens, args.temperature, args.top_p, tok.stop_ids, args.seed)
+    for _, token in model.stream([ids], [system], *options):
+        new.append(token)
+        text = tok.decode(new)
+        if not text.endswith("\ufffd"):  # a character may still lack bytes
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    text = tok.decode(new)
+    print(text[len(shown) :])
+    return text
+
+
+def both(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace) -> str:
+    """The base's reply, then the adapter's, which is returned. The base is the same model, its blocks scaled to 0."""
+    blocks = list(model.inserted.values())
+    for name, scale in (("base", 0.0), ("adapter", args.scale)):
+        for block in blocks:
+            block.scale = scale
+        print(f"{name + ':':<9}", end="", flush=True)
+        text = reply(model, tok, messages, args)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    parser.add_argument("--system", default="", help="the system prompt: what CAL anchors every token to")
+    parser.add_argument("--user", help="one user message; without it, a chat in the terminal")
+    parser.add_argument("--both", action="store_true", help="show the base's reply beside the adapter's")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="sample from the likeliest words that make up this probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    args = parser.parse_args()
+    if args.both and not args.adapter:
+        raise ValueError("--both compares an adapter with its base: give --adapter")
+
+    model, tok, _ = load(args)
+    answer = both if args.both else reply
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    if args.user is not None:
+        answer(model, tok, messages + [{"role": "user", "content": args.user}], args)
+        return
+    print("A chat: an empty line ends it.")
+    while line := input("\n> "):
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": answer(model, tok, messages, args)})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, EOFError):
+        print()
+    except (ValueError, OSError) as error:
+        sys.exit(f"sample.py: {error}")

@@ -1,0 +1,603 @@
+"""cal.py: who sees whom, what the block computes, and that without a system prompt the model is the base bit for bit."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from cal import PLACEMENTS, CrossAttentionLayer, attach, attention_mask, load_adapter, save_adapter
+from model import Cache, Config, Transformer
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "n_layers": 8,  # late8th is 7 and 8
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,  # apart from D / H = 12
+    "max_positions": 128,
+    "rope_theta": 500.0,
+    "tied": True,
+}
+FP32_AND_BF16 = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+# three rows: a span after two template tokens, no system message, two spans of which one starts the row
+SYSTEM = torch.zeros(3, 20, dtype=torch.bool)
+SYSTEM[0, 2:7] = True
+SYSTEM[2, 0:3] = SYSTEM[2, 9:11] = True
+IDS = torch.randint(0, 61, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def randomise(module: torch.nn.Module, seed: int, spread: float = 0.1) -> None:
+    """Gives every weight a random value: norms around 1, the rest around 0. Blocks then stand as if trained."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread + ("norm" in name))
+
+
+def base(dtype: torch.dtype = torch.float32, **changes) -> Transformer:
+    """The same small random backbone at every call; wide weights, so that it writes varied text."""
+    model = Transformer(Config(**SIZES | changes))
+    randomise(model, seed=0, spread=0.2)
+    return model.to(dtype)
+
+
+def trained(dtype: torch.dtype = torch.float32, **options) -> Transformer:
+    """The same backbone with blocks in which no weight is still zero."""
+    model = attach(base(dtype), **options)
+    randomise(model.inserted, seed=1)
+    return model
+
+
+def trained_block(rope: bool = False) -> CrossAttentionLayer:
+    return trained(rope=rope).inserted["8"]
+
+
+# --- placements ---------------------------------------------------------------------------------------------------
+
+# our choice, written out by hand: boundary b is "after layer b"
+EXPECTED = {
+    "every": {1: [1], 2: [1, 2], 3: [1, 2, 3], 28: [*range(1, 29)], 30: [*range(1, 31)], 32: [*range(1, 33)]},
+    "alternate": {
+        1: [1],
+        2: [2],
+        3: [2],
+        28: [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28],
+        30: [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30],
+        32: [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32],
+    },
+    "early_half": {1: [1], 2: [1], 3: [1], 28: [*range(1, 15)], 30: [*range(1, 16)], 32: [*range(1, 17)]},
+    "late_half": {1: [1], 2: [1, 2], 3: [1, 2, 3], 28: [*range(14, 29)], 30: [*range(15, 31)], 32: [*range(16, 33)]},
+    "late4th": {
+        1: [1],
+        2: [1, 2],
+        3: [2, 3],
+        28: [21, 22, 23, 24, 25, 26, 27, 28],
+        30: [22, 23, 24, 25, 26, 27, 28, 29, 30],
+        32: [24, 25, 26, 27, 28, 29, 30, 31, 32],
+    },
+    "late8th": {
+        1: [1],
+        2: [1, 2],
+        3: [2, 3],
+        28: [24, 25, 26, 27, 28],
+        30: [26, 27, 28, 29, 30],
+        32: [28, 29, 30, 31, 32],
+    },
+    "early8th": {1: [1], 2: [1, 2], 3: [1, 2], 28: [1, 2, 3, 4, 5], 30: [1, 2, 3, 4, 5], 32: [1, 2, 3, 4, 5]},
+    "middle8th": {
+        1: [1],
+        2: [1, 2],
+        3: [1, 2],
+        28: [12, 13, 14, 15, 16],
+        30: [13, 14, 15, 16, 17],
+        32: [14, 15, 16, 17, 18],
+    },
+}
+
+
+def test_there_are_eight_placements():
+    assert sorted(PLACEMENTS) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("placement", EXPECTED)
+def test_a_placement_gives_the_boundaries_of_the_design(placement):
+    assert {L: list(PLACEMENTS[placement](L)) for L in EXPECTED[placement]} == EXPECTED[placement]
+
+
+@pytest.mark.parametrize("placement", EXPECTED)
+def test_a_placement_stays_inside_any_backbone_and_is_never_empty(placement):
+    for L in range(1, 100):
+        boundaries = list(PLACEMENTS[placement](L))
+        assert boundaries and boundaries == sorted(set(boundaries) & set(range(1, L + 1))), L
+
+
+def test_attach_puts_its_blocks_at_the_boundaries_of_the_placement():
+    assert list(attach(base(), placement="late4th").inserted) == ["6", "7", "8"]
+
+
+def test_the_block_at_boundary_b_runs_after_layer_b():
+    model, order = attach(base(n_layers=4), placement="alternate"), []
+    for i, layer in enumerate(model.layers, start=1):
+        layer.register_forward_hook(lambda *_, i=i: order.append(f"layer {i}"))
+    for b, block in model.inserted.items():
+        block.register_forward_hook(lambda *_, b=b: order.append(f"block {b}"))
+    model(IDS, SYSTEM)
+    assert order == ["layer 1", "layer 2", "block 2", "layer 3", "layer 4", "block 4"]
+
+
+# --- who sees whom ------------------------------------------------------------------------------------------------
+
+
+def bits(*rows: str) -> Tensor:
+    return torch.tensor([[c == "1" for c in row] for row in rows])
+
+
+def test_the_mask_of_one_span_has_the_three_cases_of_the_paper():
+    positions, mask = attention_mask(bits("0011100"))
+    assert positions.tolist() == [[2, 3, 4]]
+    # before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
+    assert torch.equal(mask[0], bits("000", "000", "100", "110", "111", "111", "111"))
+
+
+def test_the_mask_of_ragged_spans_hides_the_slots_that_a_row_does_not_fill():
+    positions, mask = attention_mask(bits("01100", "00000", "10111"))
+    assert positions.shape == (3, 4) and mask.shape == (3, 5, 4)
+    assert positions[0, :2].tolist() == [1, 2] and positions[2].tolist() == [0, 2, 3, 4]
+    assert torch.equal(mask[0], bits("0000", "1000", "1100", "1100", "1100"))
+    assert not mask[1].any()
+    assert torch.equal(mask[2], bits("1000", "1000", "1100", "1110", "1111"))
+
+
+def test_slots_that_a_row_does_not_fill_still_point_inside_the_row():
+    positions, _ = attention_mask(bits("01100", "00000", "10111"))
+    assert positions.min() >= 0 and positions.max() < 5
+
+
+def test_without_any_system_token_the_mask_has_no_keys():
+    positions, mask = attention_mask(torch.zeros(2, 5, dtype=torch.bool))
+    assert positions.shape == (2, 0) and mask.shape == (2, 5, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("row", ["0001111000", "1100000000", "0110011000", "0000000001"])
+def test_changing_one_token_moves_exactly_the_rows_that_may_see_it(row):
+    block, system, T = trained_block(), bits(row), len(row)
+    x = torch.randn(1, T, 48, generator=torch.Generator().manual_seed(2))
+    before = block(x, system)
+    for j in range(T):
+        changed = x.clone()
+        changed[0, j] += 1
+        moved = [i for i in range(T) if not torch.equal(block(changed, system)[0, i], before[0, i])]
+        # a system token reaches itself and all that follows, inside the span and after it; any other token itself alone
+        assert moved == (list(range(j, T)) if system[0, j] else [j]), j
+
+
+@torch.no_grad()
+def test_changing_one_row_of_a_batch_moves_no_other_row():
+    block = trained_block()
+    x = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(2))
+    before, changed = block(x, SYSTEM), x.clone()
+    changed[0] += 1
+    after = block(changed, SYSTEM)
+    assert torch.equal(after[1:], before[1:]) and not torch.equal(after[0], before[0])
+
+
+# --- what the block computes --------------------------------------------------------------------------------------
+
+
+def oracle(block: CrossAttentionLayer, x: Tensor, system: Tensor, rope: bool) -> Tensor:
+    """The block's two equations in float64, one token, one head, one key at a time, from the weights alone."""
+    w = {name.removesuffix(".weight"): p.detach().double() for name, p in block.named_parameters()}
+    H, K, C, eps, theta = 4, 2, 16, 1e-6, 500.0
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return v / math.sqrt(sum(float(a) ** 2 for a in v) / len(v) + eps) * weight
+
+    def heads(v: Tensor, position: int) -> list[list[float]]:
+        """The C numbers of each head, turned by its position's angles where rope is on."""
+        result = []
+        for head in v.view(-1, C).tolist():
+            turned = list(head)
+            for i in range(C // 2 if rope else 0):
+                angle = position * theta ** (-2 * i / C)
+                a, b = head[i], head[i + C // 2]
+                turned[i] = a * math.cos(angle) - b * math.sin(angle)
+                turned[i + C // 2] = a * math.sin(angle) + b * math.cos(angle)
+            result.append(turned)
+        return result
+
+    out = x.double().clone()
+    for b, i in ((b, i) for b in range(len(x)) for i in range(x.shape[1])):
+        seen = [j for j in range(i + 1) if system[b, j]]
+        if not seen:
+            continue
+        normed = {j: norm(x[b, j].double(), w["norm1"]) for j in {*seen, i}}
+        q = heads(w["q_proj"] @ normed[i], i)
+        k = {j: heads(w["k_proj"] @ normed[j], j) for j in seen}
+        v = {j: (w["v_proj"] @ normed[j]).view(K, C) for j in seen}
+        read = []
+        for h in range(H):
+            group = h // (H // K)  # H / K neighbouring query heads share a key/value head
+            scores = [math.exp(sum(map(float.__mul__, q[h], k[j][group])) / math.sqrt(C)) for j in seen]
+            read.append(sum(s * v[j][group] for s, j in zip(scores, seen, strict=True)) / sum(scores))
+        y = out[b, i] + w["o_proj"] @ torch.cat(read)
+        gate, up = w["gate_proj"] @ norm(y, w["norm2"]), w["up_proj"] @ norm(y, w["norm2"])
+        out[b, i] = y + w["down_proj"] @ (gate / (1 + torch.exp(-gate)) * up)
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", [False, True], ids=["no rotary", "rotary"])
+def test_the_block_computes_the_equations_of_the_paper(rope):
+    block = trained_block(rope)
+    x = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(2))
+    # fp32 rounding of sums over at most 80 terms; leaving out a head, a norm or a rotation is off by more than 1e-2
+    torch.testing.assert_close(block(x, SYSTEM).double(), oracle(block, x, SYSTEM, rope), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_without_rotary_the_distance_to_the_prompt_does_not_matter():
+    block, token = trained_block(), torch.randn(48, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(1, 60, 48, generator=torch.Generator().manual_seed(3))
+    x[0, 10] = x[0, 59] = token
+    system = torch.arange(60)[None] < 4
+    near, far = block(x, system)[0, [10, 59]]
+    torch.testing.assert_close(near, far, atol=1e-6, rtol=0)  # the same sum, perhaps vectorised otherwise
+
+
+def test_ffn_scales_the_width_of_the_feed_forward_part():
+    block = attach(base(), ffn=0.5).inserted["8"]
+    assert [tuple(p.weight.shape) for p in (block.gate_proj, block.up_proj, block.down_proj)] == [(40, 48), (40, 48), (48, 40)]
+
+
+@torch.no_grad()
+def test_scale_multiplies_what_the_blocks_add():
+    model, by_hand = trained(scale=0.5), trained()
+    for block in by_hand.inserted.values():
+        block.o_proj.weight *= 0.5
+        block.down_proj.weight *= 0.5
+    torch.testing.assert_close(model(IDS, SYSTEM), by_hand(IDS, SYSTEM), atol=1e-5, rtol=0)  # fp32 rounding
+
+
+# --- bit for bit the base -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@FP32_AND_BF16
+@pytest.mark.parametrize("placement", ["every", "late8th"])
+def test_new_blocks_change_no_bit(placement, dtype):
+    assert torch.equal(attach(base(dtype), placement=placement)(IDS, SYSTEM), base(dtype)(IDS))
+
+
+@torch.no_grad()
+@FP32_AND_BF16
+@pytest.mark.parametrize("system", [None, torch.zeros_like(SYSTEM)], ids=["no mask", "an empty mask"])
+def test_trained_blocks_change_no_bit_of_a_batch_without_a_system_message(system, dtype):
+    assert torch.equal(trained(dtype, placement="every")(IDS, system), base(dtype)(IDS))
+
+
+@FP32_AND_BF16
+def test_in_training_a_row_without_a_system_message_keeps_every_bit_beside_rows_that_have_one(dtype):
+    hidden, plain = trained(dtype, placement="every").train()(IDS, SYSTEM), base(dtype).train()(IDS)
+    assert hidden.requires_grad
+    assert torch.equal(hidden[1], plain[1])
+
+
+@FP32_AND_BF16
+def test_tokens_before_the_system_message_keep_every_bit_and_all_others_move(dtype):
+    hidden, plain = trained(dtype, placement="every")(IDS, SYSTEM), base(dtype)(IDS)
+    moved = [(hidden[b] != plain[b]).any(dim=-1).nonzero().flatten().tolist() for b in (0, 2)]
+    assert moved == [list(range(2, 20)), list(range(20))]
+
+
+PROMPTS = [IDS[0, :12], IDS[1, :17], IDS[2, :20], IDS[1, :3]]
+SYSTEMS = [SYSTEM[0, :12], SYSTEM[1, :17], SYSTEM[2, :20], SYSTEM[1, :3]]  # the second and the last have none
+
+
+def generated_logits(model: Transformer, systems: list[Tensor] | None) -> Tensor:
+    """The logits (step, row, V) by which generate chose its tokens."""
+    head, steps = model.logits, []
+    model.logits = lambda hidden: steps.append(head(hidden)) or steps[-1]
+    model.generate(PROMPTS, systems, max_new_tokens=12, stop_ids=[])
+    return torch.stack(steps)
+
+
+@FP32_AND_BF16
+def test_in_generation_rows_without_a_system_message_keep_every_bit_beside_rows_that_have_one(dtype):
+    ours, plain = generated_logits(trained(dtype), SYSTEMS), generated_logits(base(dtype), None)
+    assert ours.shape == (12, 4, 61)
+    assert torch.equal(ours[:, [1, 3]], plain[:, [1, 3]])
+
+
+@FP32_AND_BF16
+def test_in_generation_a_batch_without_a_system_message_keeps_every_bit(dtype):
+    silent = [torch.zeros_like(system) for system in SYSTEMS]
+    assert torch.equal(generated_logits(trained(dtype), silent), generated_logits(base(dtype), None))
+
+
+@torch.no_grad()
+def test_on_the_real_smollm2_only_tokens_that_see_a_system_message_move(smollm2):
+    model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16)
+    ids = torch.randint(0, 49152, (3, 20), generator=torch.Generator().manual_seed(4))
+    before = model(ids)
+    attach(model)
+    assert torch.equal(model(ids, SYSTEM), before)
+    randomise(model.inserted, seed=1)
+    moved = (model(ids, SYSTEM) != before).any(dim=-1)
+    assert torch.equal(moved, SYSTEM.cumsum(dim=1) > 0)  # from a row's first system token on
+
+
+# --- generation ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def by_full_forward(model: Transformer, prompt: Tensor, system: Tensor, n: int) -> list[int]:
+    """Greedy tokens, each from the whole sequence anew: no cache, no batch."""
+    ids = prompt.tolist()
+    for _ in range(n):
+        mask = torch.zeros(1, len(ids), dtype=torch.bool)
+        mask[0, : len(system)] = system
+        ids.append(int(model.logits(model(torch.tensor([ids]), mask))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "every"}, {"rope": True}], ids=str)
+def test_ragged_generation_equals_the_full_forward_pass_row_by_row(options):
+    model = trained(**options)
+    expected = [by_full_forward(model, p, s, 25) for p, s in zip(PROMPTS, SYSTEMS, strict=True)]
+    silenced = by_full_forward(model, PROMPTS[0], torch.zeros_like(SYSTEMS[0]), 25)
+    assert expected[0] != silenced  # the blocks do speak
+    assert model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[]) == expected
+
+
+def test_a_batch_gives_the_tokens_that_single_prompts_give():
+    model = trained()
+    alone = [model.generate([p], [s], max_new_tokens=25)[0] for p, s in zip(PROMPTS, SYSTEMS, strict=True)]
+    assert model.generate(PROMPTS, SYSTEMS, max_new_tokens=25) == alone
+
+
+def test_rows_that_end_early_take_their_anchor_with_them():
+    model = trained()
+    endless = model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[])
+    stop = endless[0][3]
+    expected = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in endless]
+    assert len(expected[0]) == 3 and len(expected[2]) > 3
+    assert model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[stop]) == expected
+
+
+def test_keys_and_values_of_the_prompt_are_computed_once_a_generation():
+    model, calls = trained(), Counter()
+    for b, block in model.inserted.items():
+        block.k_proj.register_forward_hook(lambda *_, b=b: calls.update([b]))
+    model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[])
+    assert calls == {"7": 1, "8": 1}
+
+
+def test_a_block_caches_nothing_while_gradients_are_on():
+    cache = {}
+    trained_block()(torch.randn(3, 20, 48), SYSTEM, cache)
+    assert cache == {}
+
+
+def test_the_model_takes_no_cache_while_gradients_are_on():
+    model = trained()
+    cache = Cache(model.config, 3, 20, torch.device("cpu"), torch.float32)
+    with pytest.raises(RuntimeError, match="gradients"):
+        model(IDS, SYSTEM, cache)
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+TARGETS = IDS.roll(-1, dims=1).where(torch.arange(20) >= 12, -1)
+
+
+def gradients(model: Transformer, ids: Tensor, system: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model.loss(model(ids, system), targets)[0].backward()
+    return {name: p.grad.clone() for name, p in model.inserted.named_parameters()}
+
+
+def test_only_the_blocks_ask_for_a_gradient():
+    model = attach(base())
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        f"inserted.{n}" for n, _ in model.inserted.named_parameters()
+    }
+
+
+def test_the_optimizer_keeps_state_for_the_blocks_alone_and_moves_nothing_else():
+    model, frozen = trained(), base().state_dict()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.loss(model(IDS, SYSTEM), TARGETS)[0].backward()
+    optimizer.step()
+    assert set(optimizer.state) == set(model.inserted.parameters())
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in frozen.items())
+
+
+def test_the_first_step_moves_the_two_projections_that_start_at_zero():
+    model = attach(base())
+    grads = gradients(model, IDS, SYSTEM, TARGETS)
+    # behind a zero W_O or W_D nothing else has a gradient yet
+    assert {name for name, grad in grads.items() if grad.any()} == {
+        f"{b}.{part}.weight" for b in (7, 8) for part in ("o_proj", "down_proj")
+    }
+
+
+def test_every_weight_of_a_trained_block_has_a_gradient():
+    grads = gradients(trained(), IDS, SYSTEM, TARGETS)
+    assert len(grads) == 2 * 9 and all(grad.any() for grad in grads.values())
+
+
+def test_adapters_stay_in_fp32_on_a_bf16_backbone():
+    model = attach(base(torch.bfloat16))
+    assert {p.dtype for p in model.inserted.parameters()} == {torch.float32}
+    assert model(IDS, SYSTEM).dtype == torch.bfloat16
+
+
+def test_layers_below_the_first_block_build_no_graph():
+    model, place, saved = attach(base()), [], Counter()
+    named = {f"layer {i}": layer for i, layer in enumerate(model.layers, start=1)}
+    named |= {f"block {b}": block for b, block in model.inserted.items()}
+    for name, module in named.items():
+        module.register_forward_pre_hook(lambda *_, name=name: place.append(name))
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[place[-1]] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(IDS, SYSTEM)
+    assert set(saved) == {"block 7", "layer 8", "block 8"}
+
+
+def test_rows_that_see_nothing_pass_their_gradient_on_untouched():
+    x = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    upstream = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(3))
+    trained_block()(x, SYSTEM).backward(upstream)
+    assert torch.equal(x.grad[1], upstream[1]) and torch.equal(x.grad[0, :2], upstream[0, :2])
+
+
+@FP32_AND_BF16
+def test_rows_that_see_nothing_give_no_nan_forward_or_backward(dtype):
+    model = trained(dtype, placement="every")
+    hidden = model(IDS, SYSTEM)
+    model.loss(hidden, TARGETS)[0].backward()
+    assert hidden.isfinite().all() and all(p.grad.isfinite().all() for p in model.inserted.parameters())
+
+
+def test_a_row_without_a_system_message_adds_nothing_to_the_gradient():
+    model = trained()
+    mixed, alone = gradients(model, IDS, SYSTEM, TARGETS), gradients(model, IDS[[0, 2]], SYSTEM[[0, 2]], TARGETS[[0, 2]])
+    for name, grad in alone.items():
+        torch.testing.assert_close(mixed[name], grad, atol=1e-4, rtol=1e-4)  # other shapes, other order of summation
+
+
+def test_a_batch_without_any_system_token_counts_its_loss_like_the_base():
+    silent = torch.zeros_like(SYSTEM)
+    model, plain = trained().train(), base().train()
+    loss, n = model.loss(model(IDS, silent), TARGETS)
+    expected, m = plain.loss(plain(IDS), TARGETS)
+    assert n == m == 3 * 8 and torch.equal(loss, expected)
+
+
+def test_a_batch_without_any_system_token_adds_nothing_to_the_gradient_of_others():
+    model, silent = trained(), torch.zeros_like(SYSTEM)
+    expected = gradients(model, IDS, SYSTEM, TARGETS)
+    model.zero_grad()
+    (model.loss(model(IDS, SYSTEM), TARGETS)[0] + model.loss(model(IDS, silent), TARGETS)[0]).backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.inserted.named_parameters())
+
+
+def test_a_batch_without_any_system_token_has_no_graph_to_go_back_through():
+    # train.py asks loss.requires_grad before it calls backward
+    model = trained()
+    assert not model.loss(model(IDS, torch.zeros_like(SYSTEM)), TARGETS)[0].requires_grad
+
+
+# --- attach, save, load -------------------------------------------------------------------------------------------
+
+
+def test_method_none_inserts_and_trains_nothing():
+    model = attach(base(), method="none")
+    assert len(model.inserted) == 0 and not any(p.requires_grad for p in model.parameters())
+
+
+def test_attach_returns_the_model_it_was_given():
+    model = base()
+    assert attach(model) is model
+
+
+def assert_one_sentence(error: pytest.ExceptionInfo, *words: str) -> None:
+    message = str(error.value)
+    assert "\n" not in message and 20 < len(message) < 400, message
+    for word in words:
+        assert word in message, message
+
+
+def test_an_unknown_placement_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError) as error:
+        attach(base(), placement="last8th")
+    assert_one_sentence(error, "last8th", *PLACEMENTS)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError) as error:
+        attach(base(), method="call")
+    assert_one_sentence(error, "'call'", "cal,", "none")
+
+
+@torch.no_grad()
+@FP32_AND_BF16
+@pytest.mark.parametrize("options", [{}, {"placement": "alternate", "rope": True, "ffn": 0.5}], ids=str)
+def test_a_saved_adapter_gives_the_same_outputs_when_loaded(options, dtype, tmp_path):
+    model = trained(dtype, **options)
+    save_adapter(model, tmp_path / "adapter")
+    fresh = base(dtype)
+    load_adapter(fresh, tmp_path / "adapter")
+    assert torch.equal(fresh(IDS, SYSTEM), model(IDS, SYSTEM))
+
+
+def test_a_saved_adapter_is_two_whole_files_with_the_information_given(tmp_path):
+    save_adapter(trained(), tmp_path, base="a model", steps=150)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter.json", "adapter.safetensors"]
+    about = json.loads((tmp_path / "adapter.json").read_text())
+    assert (about["base"], about["steps"], about["method"], about["placement"]) == ("a model", 150, "cal", "late8th")
+
+
+def test_an_adapter_file_holds_none_of_the_backbone(tmp_path):
+    model = trained()
+    save_adapter(model, tmp_path)
+    numbers = sum(p.numel() for p in model.inserted.parameters())
+    size = (tmp_path / "adapter.safetensors").stat().st_size
+    assert 0 < size - 4 * numbers < 4096  # fp32, and a header of some 18 names
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"n_layers": 9}, {"n_kv_heads": 4}, {"intermediate_size": 96}])
+def test_an_adapter_on_a_base_of_another_shape_is_refused_with_a_sentence(change, tmp_path):
+    save_adapter(trained(), tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_adapter(base(**change), tmp_path)
+    assert_one_sentence(error, str(tmp_path))
+
+
+@torch.no_grad()
+def test_an_adapter_fits_the_same_shape_whatever_its_stop_ids_and_initialisation(tmp_path):
+    # the Hub's files and the wheel's describe one model, and differ in what its shape does not depend on
+    model, other = trained(), base(stop_ids=(5,), initializer_range=0.05)
+    save_adapter(model, tmp_path)
+    load_adapter(other, tmp_path)
+    assert torch.equal(other(IDS, SYSTEM), model(IDS, SYSTEM))
+
+
+@pytest.mark.parametrize("missing", ["adapter.json", "adapter.safetensors"])
+def test_a_directory_without_one_of_its_files_gets_a_sentence_that_names_it(missing, tmp_path):
+    save_adapter(trained(), tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load_adapter(base(), tmp_path)
+    assert_one_sentence(error, missing)
+
+
+@pytest.mark.parametrize("file", ["adapter.json", "adapter.safetensors"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-50], lambda data: b"", lambda data: b"{}"],
+                         ids=["cut", "empty", "braces"])  # fmt: skip
+def test_a_damaged_adapter_gets_a_sentence_that_names_the_file(damage, file, tmp_path):
+    save_adapter(trained(), tmp_path)
+    (tmp_path / file).write_bytes(damage((tmp_path / file).read_bytes()))
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load_adapter(base(), tmp_path)
+    assert_one_sentence(error, file)
+
+
+def test_an_adapter_that_lacks_a_tensor_is_refused_with_its_name(tmp_path):
+    model = trained()
+    del model.inserted["7"].q_proj
+    save_adapter(model, tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_adapter(base(), tmp_path)
+    assert_one_sentence(error, "7.q_proj.weight")

@@ -1,0 +1,329 @@
+"""
+Trains CAL blocks between the frozen layers of a pretrained model, by plain supervised fine-tuning:
+
+    python train.py                                      SmolLM2-135M-Instruct on data/hierarchy, into out/cal
+    python train.py --base Qwen/Qwen2.5-1.5B-Instruct    another base
+    python train.py --resume                             go on with a run that was stopped
+
+The run's directory gets metrics.jsonl (a line a step), replies.jsonl (every reply of the evaluations before and after),
+results.json (their scores), and adapter.safetensors with adapter.json, which sample.py and eval.py load.
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cal import METHODS, PLACEMENTS, attach, save_adapter
+from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
+from data.download import weights_source
+from data.hierarchy.prepare import prepare
+from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_jsonl
+from model import Transformer
+from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
+
+Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data
+
+
+def tokenize(tok: Tokenizer, record: dict) -> Conversation:
+    """One conversation. Its targets are the assistant's tokens, of the last reply alone where "train_on" is "last"."""
+    ids, roles = render(tok, record["messages"])
+    learn = [role == ASSISTANT for role in roles]
+    if record.get("train_on") == "last" and any(learn):
+        end = len(learn) - learn[::-1].index(True)
+        start = end - learn[:end][::-1].index(False)
+        learn[:start] = [False] * start
+    # position t predicts token t + 1; -1 is no target
+    targets = [i if wanted else -1 for i, wanted in zip(ids[1:], learn[1:])] + [-1]
+    return torch.tensor(ids), torch.tensor(roles) == SYSTEM, torch.tensor(targets)
+
+
+def load_conversations(file: Path, tok: Tokenizer, max_tokens: int) -> tuple[list[Conversation], int]:
+    """The conversations of a JSONL file, and how many were dropped: over max_tokens, or without anything to learn."""
+    conversations, dropped = [], 0
+    for number, record in enumerate(tqdm(read_jsonl(file), desc=f"tokenize {file.name}", leave=False), start=1):
+        try:
+            conversation = tokenize(tok, record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} line {number}: {error}") from None
+        if len(conversation[0]) > max_tokens or (conversation[2] < 0).all():
+            dropped += 1
+        else:
+            conversations.append(conversation)
+    return conversations, dropped
+
+
+def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Indices in batches of similar length, so that little is padding: longest times count is at most batch_tokens."""
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)  # which of the same length come together is chance
+    order.sort(key=lambda i: lengths[i])
+    batches: list[list[int]] = [[]]
+    for i in order:
+        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > batch_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def collate(conversations: list[Conversation], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding."""
+    return tuple(
+        torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fill).to(device)
+        for column, fill in zip(zip(*conversations), (0, False, -1))
+    )
+
+
+def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
+    """Which of n batches a step takes; every epoch is a new shuffle. The step number is all that a resumed run needs."""
+    chosen = []
+    for position in range(step * accumulate, (step + 1) * accumulate):
+        epoch, place = divmod(position, n)
+        order = list(range(n))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        chosen.append(order[place])
+    return chosen
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Linear warm-up over `warmup` steps, then a cosine down to a tenth of the peak at the last step."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def validate(model: Transformer, conversations: list[Conversation], batch_tokens: int, device: str) -> float:
+    """Loss in nats a target over the same conversations each time."""
+    total, count = 0.0, 0
+    for batch in make_batches([len(c[0]) for c in conversations], batch_tokens, seed=0):
+        ids, system, targets = collate([conversations[i] for i in batch], device)
+        loss, n = model.loss(model(ids, system), targets)
+        total, count = total + loss.item(), count + n
+    return total / count
+
+
+def peak_memory(device: str) -> float:
+    """The most memory that this process has held, in GB: on the GPU if there is one, else resident."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if platform.system() == "Darwin" else peak * 1024 / 1e9  # bytes there, KB elsewhere
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = parser.add_argument
+    flag("--base", default=BASE, help="a checkpoint directory or Hub id (%(default)s)")
+    flag("--data", default="hierarchy", help="a folder, of data/ or any, with JSONL files of messages (%(default)s)")
+    flag("--split", default="train", help="which of its files to learn from; hierarchy has train, single (%(default)s)")
+    flag("--method", default="cal", choices=METHODS, help="what is trained (%(default)s)")
+    flag("--placement", default="late8th", choices=PLACEMENTS, help="where the blocks go (%(default)s)")
+    flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
+    flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, times the backbone's (%(default)s)")
+    flag("--steps", type=int, default=150, help="optimizer steps (%(default)s)")
+    flag("--batch_tokens", type=int, default=1280, help="tokens in a batch, padding included (%(default)s)")
+    flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
+    flag("--max_tokens", type=int, default=1024, help="longer conversations are left out (%(default)s)")
+    flag("--lr", type=float, default=1e-3, help="peak learning rate (%(default)s)")
+    flag("--warmup", type=int, default=10, help="steps until the peak (%(default)s)")
+    flag("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
+    flag("--seed", type=int, default=0, help="of the new blocks and of the data's order (%(default)s)")
+    add_device_flags(parser)
+    flag("--out", type=Path, help="the run's directory (out/METHOD)")
+    flag("--val_every", type=int, default=50, help="steps between validations (%(default)s)")
+    flag("--save_every", type=int, default=50, help="steps between checkpoints (%(default)s)")
+    flag("--resume", action="store_true", help="go on with the run in --out, exactly where it was")
+    flag("--no_eval", action="store_true", help="train alone, without the test sets")
+    flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
+    args = parser.parse_args()
+    for name in ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+
+    # the run's directory
+    out = args.out or Path("out") / args.method
+    checkpoint_file = out / "checkpoint.pt"
+    flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
+    saved = None
+    if args.resume:
+        if (out / "results.json").exists():
+            raise ValueError(f"the run in {out} is complete: nothing to resume")
+        if checkpoint_file.exists():
+            saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
+            if different := [f"--{k}" for k in flags if flags[k] != saved["flags"].get(k)]:
+                raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
+    out.mkdir(parents=True, exist_ok=True)
+
+    # the frozen backbone with its new blocks
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    torch.manual_seed(args.seed)
+    model, tok, path = load_base(args.base, device, dtype)
+    source = weights_source(path)
+    attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if trainable else None
+    print(f"base {args.base} ({source}) on {device} in {str(dtype).removeprefix('torch.')}")
+    print(
+        f"method {args.method}, {sum(p.numel() for p in trainable) / 1e6:.1f} M trainable parameters "
+        f"beside {sum(p.numel() for p in model.parameters() if not p.requires_grad) / 1e6:.1f} M frozen ones"
+        + (f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else "")
+    )
+
+    # the data
+    folder = HIERARCHY.parent / args.data if (HIERARCHY.parent / args.data).is_dir() else Path(args.data)
+    train_file, val_file = folder / f"{args.split}.jsonl", folder / "val.jsonl"
+    if folder == HIERARCHY and not train_file.exists():
+        prepare(folder)
+    if not train_file.exists():
+        raise FileNotFoundError(f"{train_file} does not exist: --data is a folder, --split one of its JSONL files")
+    max_tokens = min(args.max_tokens, model.config.max_positions)
+    conversations, dropped = load_conversations(train_file, tok, max_tokens)
+    if not conversations:
+        raise ValueError(f"{train_file} has no conversation to learn from within {max_tokens} tokens")
+    validation = load_conversations(val_file, tok, max_tokens)[0] if val_file.exists() else []
+    lengths = [len(ids) for ids, _, _ in conversations]
+    batches = make_batches(lengths, args.batch_tokens, args.seed)
+    print(
+        f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches)} batches, "
+        f"{sum(lengths) / len(lengths):.0f} tokens each on average "
+        f"({dropped} left out: over {max_tokens} tokens, or without a reply)"
+    )
+
+    # the base's replies, before any training
+    replies_file = out / "replies.jsonl"
+    before: list[dict] = []
+    tests = [] if args.no_eval else load_sets(args.eval_limit)
+    if replies_file.exists():  # a resumed run has them
+        before = [row for row in read_jsonl(replies_file) if row["when"] == "before"]
+    elif tests:
+        before = [{"when": "before", **row} for row in ask(model, tok, tests)]
+        write_jsonl(replies_file, before)
+
+    # where to start
+    first, metrics_file = 0, out / "metrics.jsonl"
+    if saved:
+        first = saved["step"]
+        model.inserted.load_state_dict(saved["adapter"])
+        optimizer.load_state_dict(saved["optimizer"])
+    # a line that a killed run wrote after its last checkpoint is written again
+    kept = metrics_file.read_text().splitlines(keepends=True)[:first] if first else []
+    metrics_file.write_text("".join(kept))
+
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGINT, stop)  # Ctrl-C ends the step first
+    bar = tqdm(range(first, args.steps if trainable else 0), initial=first, total=args.steps, desc="train")
+    with metrics_file.open("a") as metrics:
+        for step in bar:
+            start = time.perf_counter()
+            lr = learning_rate(step, args.steps, args.lr, args.warmup)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            chosen = [
+                [conversations[i] for i in batches[b]]
+                for b in batches_of_step(step, len(batches), args.accumulate, args.seed)
+            ]
+            # the step's loss is a mean over all its targets, however they are spread over its batches
+            n = sum(int((targets >= 0).sum()) for batch in chosen for _, _, targets in batch)
+            total = 0.0
+            for batch in chosen:
+                ids, system, targets = collate(batch, device)
+                loss, _ = model.loss(model(ids, system), targets)
+                if loss.requires_grad:  # a batch without any system token teaches CAL nothing
+                    (loss / n).backward()
+                total += loss.item()
+            if not math.isfinite(total):
+                raise ValueError(f"the loss is {total} at step {step}: start again with a lower --lr and another --out")
+            torch.nn.utils.clip_grad_norm_(trainable, args.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            tokens = sum(len(ids) for batch in chosen for ids, _, _ in batch)
+            seconds = time.perf_counter() - start
+            row = {"step": step, "loss": total / n, "lr": lr, "tokens": tokens, "seconds": round(seconds, 4)}
+            last = step + 1 == args.steps
+            if validation and (last or (step + 1) % args.val_every == 0):
+                row["val_loss"] = validate(model, validation, args.batch_tokens, device)
+            metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
+            bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
+            if last or stopping or (step + 1) % args.save_every == 0:
+                # written beside and renamed: a run can die at any moment
+                state = {"step": step + 1, "flags": flags, "adapter": model.inserted.state_dict()}
+                torch.save(state | {"optimizer": optimizer.state_dict()}, checkpoint_file.with_suffix(".part"))
+                checkpoint_file.with_suffix(".part").replace(checkpoint_file)
+            if stopping:
+                bar.close()
+                sys.exit(f"stopped after step {step + 1}: the same command with --resume goes on from there")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # what came of it
+    rows = read_jsonl(metrics_file)
+    about = {
+        "base": args.base,
+        "weights": source,
+        "data": f"{folder.name}/{args.split}",
+        "seed": args.seed,
+        "loss": rows[-1]["loss"] if rows else None,
+        "val_loss": rows[-1].get("val_loss") if rows else None,
+        "flags": flags,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    save_adapter(model, out, **about)
+    after = [{"when": "after", **row} for row in ask(model, tok, tests)]
+    results = {
+        "before": summarize(before),
+        "after": summarize(after),
+        **about,
+        "parameters": sum(p.numel() for p in trainable),
+        "train_seconds": sum(row["seconds"] for row in rows),
+        "peak_memory_gb": peak_memory(device),
+    }
+    write_jsonl(replies_file, before + after)
+    (out / "results.part").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "results.part").replace(out / "results.json")
+    checkpoint_file.unlink(missing_ok=True)  # the run is whole; the adapter stays
+
+    if tests:
+        table = show({when: results[when] for when in ("before", "after")})
+        print(f"\nreplies that kept the rule, with 95 % intervals ({source}):\n\n{table}\n")
+    for name in ("rules", "attacks"):
+        for old, new in [pair for pair in zip(before, after) if pair[1]["set"] == name][:1]:
+            print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
+            print(f"before:  {old['reply']!r}\nafter:   {new['reply']!r}\n")
+    print(f'python sample.py --adapter {out} --both --system "…" --user "…" asks it yourself')
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command with --resume goes on")
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {error}")
