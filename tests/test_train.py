@@ -1,0 +1,297 @@
+"""train.py: what is learned from, in which order, and what a run leaves behind."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from cal import attach
+from data.chat import Tokenizer, render
+from eval import follows_rule, read_jsonl
+from model import Transformer
+from tests.conftest import ROOT, run
+from train import batches_of_step, collate, learning_rate, load_conversations, make_batches, tokenize
+
+TURNS = [
+    {"role": "system", "content": "Start every reply with [maple] and then answer."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "Four"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "[maple] Six"},
+]
+
+
+def write_data(folder: Path, *records: dict | str) -> Path:
+    folder.mkdir()
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tok(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def small_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """A run of four steps with its evaluations, three prompts a set."""
+    out = tmp_path_factory.mktemp("run") / "cal"
+    return out, run("train.py", "--base", tiny, "--out", out, "--steps", 4, "--eval_limit", 3, "--dtype", "fp32")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is learned from
+
+
+def test_targets_are_the_next_tokens_of_every_assistant_turn(tok):
+    _, _, targets = tokenize(tok, {"messages": TURNS})
+    assert tok.decode([t for t in targets.tolist() if t >= 0]) == "Four<|im_end|>[maple] Six<|im_end|>"
+
+
+def test_train_on_last_learns_the_last_reply_alone(tok):
+    _, _, targets = tokenize(tok, {"messages": TURNS, "train_on": "last"})
+    assert tok.decode([t for t in targets.tolist() if t >= 0]) == "[maple] Six<|im_end|>"
+
+
+def test_a_target_stands_one_place_before_its_token(tok):
+    ids, _, targets = tokenize(tok, {"messages": TURNS})
+    places = (targets >= 0).nonzero()[:, 0]
+    assert torch.equal(targets[places], ids[places + 1])
+
+
+def test_system_marks_the_operators_words_alone(tok):
+    ids, system, _ = tokenize(tok, {"messages": TURNS})
+    assert tok.decode(ids[system].tolist()) == TURNS[0]["content"]
+
+
+def test_conversations_over_max_tokens_or_without_a_reply_are_left_out_and_counted(tok, tmp_path):
+    long = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
+    folder = write_data(tmp_path / "d", {"messages": TURNS}, {"messages": long}, {"messages": TURNS[:2]})
+    conversations, dropped = load_conversations(folder / "train.jsonl", tok, max_tokens=200)
+    assert (len(conversations), dropped) == (1, 2)
+    assert conversations[0][0].tolist() == render(tok, TURNS)[0]  # whole, never cut
+
+
+def test_padding_is_no_token_no_system_and_no_target(tok):
+    short, long = tokenize(tok, {"messages": TURNS[:3]}), tokenize(tok, {"messages": TURNS})
+    _, system, targets = collate([short, long], "cpu")
+    assert not system[0, len(short[0]) :].any() and (targets[0, len(short[0]) :] == -1).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the order
+
+
+def test_batches_hold_every_conversation_once_within_the_budget():
+    lengths = torch.randint(5, 120, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = make_batches(lengths, 600, seed=1)
+    assert Counter(i for b in batches for i in b) == Counter(range(500))
+    assert all(max(lengths[i] for i in b) * len(b) <= 600 for b in batches)
+
+
+def test_a_conversation_longer_than_the_budget_is_a_batch_of_its_own():
+    assert sorted(map(len, make_batches([10, 10, 900], 100, seed=0))) == [1, 2]
+
+
+def test_every_epoch_takes_each_batch_once_in_another_order():
+    steps = [batches_of_step(s, n=12, accumulate=3, seed=5) for s in range(8)]
+    first, second = sum(steps[:4], []), sum(steps[4:], [])
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second
+
+
+def test_learning_rate_warms_up_to_the_peak_and_ends_at_a_tenth_of_it():
+    rates = [learning_rate(s, 100, 1e-3, 10) for s in range(100)]
+    assert rates[0] == pytest.approx(1e-4) and max(rates) == pytest.approx(1e-3) and rates.index(max(rates)) in (9, 10)
+    assert rates[-1] == pytest.approx(1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a run
+
+
+def test_a_run_prints_the_scores_that_a_recount_of_its_replies_gives(small_run):
+    out, done = small_run
+    assert done.returncode == 0, done.stderr
+    rows = read_jsonl(out / "replies.jsonl")
+    results = json.loads((out / "results.json").read_text())
+    for when in ("before", "after"):
+        for name, entry in results[when].items():
+            counted = [follows_rule(r, r["reply"]) for r in rows if r["when"] == when and r["set"] == name]
+            assert entry["n"] == len(counted) == 3 and entry["followed"] == pytest.approx(sum(counted) / 3)
+            assert entry["low"] <= entry["followed"] <= entry["high"]
+    for name in results["after"]:
+        assert f"| {name} | 3 |" in done.stdout
+
+
+def test_a_run_evaluates_all_seven_test_sets(small_run):
+    results = json.loads((small_run[0] / "results.json").read_text())
+    assert set(results["after"]) == {"rules", "attacks", "families", "shots2", "shots8", "shots24", "plain"}
+
+
+def test_metrics_hold_a_line_a_step(small_run):
+    rows = read_jsonl(small_run[0] / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all({"loss", "lr", "tokens", "seconds"} <= row.keys() and math.isfinite(row["loss"]) for row in rows)
+
+
+def test_results_say_which_weights_the_numbers_come_from(small_run, tiny):
+    assert str(tiny) in json.loads((small_run[0] / "results.json").read_text())["weights"]
+
+
+def test_a_finished_run_leaves_no_half_written_file(small_run):
+    names = {file.name for file in small_run[0].iterdir()}
+    assert names == {"metrics.jsonl", "replies.jsonl", "results.json", "adapter.safetensors", "adapter.json"}
+
+
+def test_the_first_loss_is_the_bases_own(small_run, tiny, tok):
+    """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (fp32: 1e-4 for another order of sums)."""
+    conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "train.jsonl", tok, 1024)
+    batches = make_batches([len(c[0]) for c in conversations], 1280, seed=0)
+    (b,) = batches_of_step(0, len(batches), 1, seed=0)
+    ids, _, targets = collate([conversations[i] for i in batches[b]], "cpu")
+    model = Transformer.from_pretrained(tiny)
+    logits = model.logits(model(ids))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert read_jsonl(small_run[0] / "metrics.jsonl")[0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_equal_seeds_give_equal_losses_and_other_seeds_others(small_run, tiny, tmp_path):
+    def losses(name, seed):
+        flags = ("--base", tiny, "--out", tmp_path / name, "--steps", 4, "--no_eval", "--dtype", "fp32", "--seed", seed)
+        assert run("train.py", *flags).returncode == 0
+        return [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
+
+    assert losses("a", 0) == [row["loss"] for row in read_jsonl(small_run[0] / "metrics.jsonl")] != losses("b", 1)
+
+
+def test_a_step_of_accumulated_batches_has_the_gradient_of_one_big_batch(tiny, tok):
+    """Normalised by the targets of the whole step: 1e-6 allows for another order of fp32 sums."""
+    long = [{**m, "content": m["content"] + " and so on" * i} for i, m in enumerate(TURNS)]
+    conversations = [tokenize(tok, {"messages": m}) for m in (TURNS, TURNS[:3], long)]
+    n = sum(int((c[2] >= 0).sum()) for c in conversations)
+    torch.manual_seed(0)
+    model = attach(Transformer.from_pretrained(tiny))
+    gradients = []
+    for parts in ([[0, 1, 2]], [[0], [1, 2]]):
+        model.zero_grad()
+        for part in parts:
+            ids, system, targets = collate([conversations[i] for i in part], "cpu")
+            loss, _ = model.loss(model(ids, system), targets)
+            (loss / n).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.inserted.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *[{"messages": TURNS[1:3]}] * 8)
+    out = tmp_path / "out"
+    flags = ("--base", tiny, "--data", folder, "--out", out, "--steps", 3, "--no_eval", "--dtype", "fp32")
+    done = run("train.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert len({row["loss"] for row in read_jsonl(out / "metrics.jsonl")}) == 1  # the same batch, the same model
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# stopping and going on
+
+
+def start(flags: tuple, until: Path, lines: int) -> subprocess.Popen:
+    """A run in the background, returned once metrics.jsonl has so many lines."""
+    process = subprocess.Popen([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (until.exists() and until.read_text().count("\n") >= lines):
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_was_stopped_resumes_to_the_very_losses_of_one_that_was_not(how, tiny, tmp_path):
+    flags = ("--base", tiny, "--steps", 30, "--no_eval", "--dtype", "fp32", "--save_every", 7, "--val_every", 9)
+    assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
+    process = start((*flags, "--out", tmp_path / "cut"), tmp_path / "cut" / "metrics.jsonl", lines=10)
+    process.send_signal(how)
+    process.communicate()
+    assert process.returncode != 0
+    done = run("train.py", *flags, "--out", tmp_path / "cut", "--resume")
+    assert done.returncode == 0, done.stderr
+    whole, cut = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    keys = ("step", "loss", "lr", "tokens", "val_loss")
+    assert [[row.get(k) for k in keys] for row in whole] == [[row.get(k) for k in keys] for row in cut]
+
+
+def test_an_output_directory_that_holds_a_run_is_left_alone(small_run, tiny):
+    before = {file.name: file.read_bytes() for file in small_run[0].iterdir()}
+    done = run("train.py", "--base", tiny, "--out", small_run[0], "--steps", 1)
+    assert done.returncode != 0 and "already holds a run" in done.stderr and "Traceback" not in done.stderr
+    assert before == {file.name: file.read_bytes() for file in small_run[0].iterdir()}
+
+
+def test_resume_with_other_flags_names_them(tiny, tmp_path):
+    flags = ("--base", tiny, "--no_eval", "--dtype", "fp32", "--save_every", 1, "--out", tmp_path / "r")
+    process = start((*flags, "--steps", 500), tmp_path / "r" / "metrics.jsonl", lines=3)
+    process.kill()
+    process.communicate()
+    done = run("train.py", *flags, "--steps", 400, "--lr", 0.5, "--resume")
+    assert done.returncode != 0 and "--steps" in done.stderr and "--lr" in done.stderr and "Traceback" not in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# bad input: one sentence that names it
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([{"messages": TURNS}, "{not json"], "line 2"),
+        ([{"messages": TURNS}, {"messages": []}], "line 2"),
+        ([{"messages": [*TURNS[1:3], TURNS[0]]}], "system"),
+        ([{"messages": [{"role": "narrator", "content": "x"}]}], "narrator"),
+        ([{"text": "no messages"}], "messages"),
+    ],
+)
+def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
+    file = write_data(tmp_path / "d", *records) / "train.jsonl"
+    with pytest.raises(ValueError, match=says) as error:
+        load_conversations(file, tok, 1024)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--method", "magic"], "invalid choice: 'magic'"),
+        (["--placement", "nowhere"], "late8th"),
+        (["--steps", "0"], "--steps"),
+        (["--device", "abacus"], "abacus"),
+        (["--base", "no/such/directory/here"], "no/such/directory/here"),
+        (["--data", "no_such_data"], "no_such_data"),
+        (["--wordings", "x"], "--wordings"),
+    ],
+)
+def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
+    done = run("train.py", "--base", tiny, "--out", tmp_path / "o", "--no_eval", *flags)
+    assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_sentence(tiny, tmp_path):
+    done = run("train.py", "--base", tiny, "--out", tmp_path / "o", "--no_eval", "--lr", "1e38", "--steps", "9", "--dtype", "fp32")
+    assert done.returncode != 0 and "lower --lr" in done.stderr and "Traceback" not in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the real model
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_halves_its_loss_in_20_steps(tmp_path):
+    done = run("train.py", "--steps", 20, "--no_eval", "--out", tmp_path / "cal")
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in read_jsonl(tmp_path / "cal" / "metrics.jsonl")]
+    assert sum(losses[-3:]) / 3 < losses[0] / 2
