@@ -63,7 +63,7 @@ def follows_rule(example: dict, reply: str) -> bool:
 
 
 def ask(
-    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 40, batch_tokens: int = 4096
+    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 32, batch_tokens: int = 4096
 ) -> list[dict]:
     """
     Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens.
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=int, help=f"prompts a set (default: {', '.join(f'{k} {v}' for k, v in SETS.items())})"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=40)
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="tokens a reply may have")
     parser.add_argument("--batch_tokens", type=int, default=4096, help="prompt tokens that are answered at once")
     parser.add_argument("--out", type=Path, help="a new directory for replies.jsonl and results.json")
     parser.add_argument("--rescore", type=Path, metavar="DIR", help="count the replies kept in DIR again, and stop")

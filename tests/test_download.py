@@ -36,6 +36,7 @@ class Server(ThreadingHTTPServer):
         self.redirects = {}  # path -> url
         self.ranges = True  # whether it understands Range
         self.versions = "ETag"  # the header that names a file's version, or None
+        self.span = None  # the Content-Range that it claims, whatever it sends
         self.surplus = 0  # bytes that it announces and does not send
         self.drops = []  # for each coming answer: after how many bytes the connection breaks
         self.hang = None  # an event: having sent half of a file, it waits for it
@@ -80,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             status, first = 206, int(asked[1])
             if first >= len(content):
                 return self.answer(416, {})
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = server.span or f"bytes {first}-{len(content) - 1}/{len(content)}"
         headers["Content-Length"] = len(content) - first + server.surplus
         body = content[first:]
         if server.drops:
@@ -234,6 +235,14 @@ def test_a_file_that_changed_meanwhile_is_not_glued_to_the_old_beginning(server,
     assert download(url, path).read_bytes() == CONTENT[::-1]
 
 
+@pytest.mark.parametrize("span", [f"bytes 7-{len(CONTENT) - 1}/{len(CONTENT)}", "nonsense"])
+def test_bytes_from_elsewhere_in_the_file_are_not_glued_on(server, url, path, monkeypatch, span):
+    cut_short(server, url, path, monkeypatch)
+    server.span = span
+    assert download(url, path).read_bytes() == CONTENT
+    assert server.asked_ranges() == [f"bytes={HALF}-", None]
+
+
 def test_a_part_of_unknown_version_is_not_trusted(server, url, path, monkeypatch):
     server.versions = None
     cut_short(server, url, path, monkeypatch)
@@ -329,6 +338,21 @@ def test_a_wrong_file_in_the_mirror_is_named(mirror, url, path):
     assert leftovers(path) == []
 
 
+def test_a_copy_cut_short_is_not_taken_for_the_servers_bytes(mirror, server, url, path, monkeypatch):
+    cut_short(server, url, path, monkeypatch)
+    (mirror / "file.bin").write_bytes(b"another version")
+
+    def stopped(source, part):
+        part.write_bytes(source.read_bytes()[:7])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.shutil, "copyfile", stopped)
+        download(url, path)
+    (mirror / "file.bin").unlink()
+    assert download(url, path).read_bytes() == CONTENT
+
+
 def test_a_mirror_that_holds_a_model_needs_no_network(mirror, server, monkeypatch):
     folder = mirror / "org/name/resolve/main"
     folder.mkdir(parents=True)
@@ -409,6 +433,12 @@ def test_a_directory_is_taken_as_it_is(tmp_path, server):
     assert weights_source(directory) == f"directory {directory}"
 
 
+def test_a_relative_directory_comes_before_an_id(tmp_path, server, monkeypatch):
+    fill(tmp_path / "org/name")
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint("org/name") == Path("org/name")
+
+
 def test_a_directory_without_config_is_refused(tmp_path, server):
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         checkpoint(str(tmp_path))
@@ -460,7 +490,7 @@ def test_the_hub_gives_a_model_in_one_file(tmp_path, server):
 def test_the_hub_gives_a_model_in_shards(server):
     server.serve_model("org/name", shards=("model-1.safetensors", "model-2.safetensors"))
     directory = checkpoint("org/name")
-    assert (directory / "model-1.safetensors").read_bytes() == (directory / "model-2.safetensors").read_bytes() == CONTENT
+    assert [file.read_bytes() for file in sorted(directory.glob("*.safetensors"))] == [CONTENT, CONTENT]
     assert "/org/name/resolve/main/model.safetensors" not in server.paths()
 
 
@@ -490,7 +520,7 @@ def test_a_stopped_checkpoint_is_none_yet_and_goes_on(tmp_path, server, monkeypa
     assert server.asked_ranges()[-1] == f"bytes={HALF}-"
 
 
-@pytest.mark.parametrize("shard", ["../evil.safetensors", "/tmp/evil.safetensors", "a/../../evil.safetensors", "evil.py"])
+@pytest.mark.parametrize("shard", ["../evil.safetensors", "/evil.safetensors", "a/../../evil.safetensors", "evil.py"])
 def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, server, shard):
     server.serve_model("org/name", shards=(shard,))
     with pytest.raises(ValueError, match="no file beside it"):

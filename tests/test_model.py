@@ -327,6 +327,17 @@ def test_the_checkpoints_own_stop_ids_are_the_default(as_list, llama):
     assert Transformer.from_pretrained(path).generate(RAGGED, max_new_tokens=30) == expected
 
 
+def test_stop_ids_of_the_generation_config_go_before_those_of_the_config(llama):
+    # chat checkpoints list there what else ends a reply; transformers reads it too
+    path, _ = llama
+    endless = Transformer.from_pretrained(path).generate(RAGGED, max_new_tokens=30, stop_ids=[])
+    stops = [endless[0][4], endless[1][9]]
+    edit_config(path, eos_token_id=stops[0])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    expected = [cut(tokens, set(stops)) for tokens in endless]
+    assert Transformer.from_pretrained(path).generate(RAGGED, max_new_tokens=30) == expected
+
+
 def test_a_checkpoint_without_stop_ids_writes_to_the_limit(llama):
     replies = Transformer.from_pretrained(llama[0]).generate(RAGGED, max_new_tokens=30)
     assert [len(reply) for reply in replies] == [30] * len(RAGGED)

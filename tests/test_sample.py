@@ -1,0 +1,110 @@
+"""sample.py: one reply or a chat, of the base or with an adapter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cal import attach, save_adapter
+from model import Transformer
+from tests.conftest import SMOLLM2, run
+
+RULE = "Start every reply with [maple] and then answer."
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved adapter of the tiny base whose blocks change what it says."""
+    torch.manual_seed(1)
+    model = attach(Transformer.from_pretrained(tiny))
+    for p in model.inserted.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    path = tmp_path_factory.mktemp("adapter")
+    save_adapter(model, path, base=str(tiny))
+    return path
+
+
+def ask(*flags: object) -> str:
+    done = run("sample.py", *flags, "--dtype", "fp32", "--max_new_tokens", 8)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_real_base_answers(smollm2):
+    assert "Paris" in run("sample.py", "--user", QUESTION, "--max_new_tokens", 12).stdout
+
+
+def test_an_adapter_brings_its_base_and_changes_the_reply(tiny, adapter):
+    with_rule = ("--system", RULE, "--user", QUESTION)
+    assert ask("--adapter", adapter, *with_rule) != ask("--base", tiny, *with_rule)
+
+
+def test_without_a_system_message_the_adapter_says_what_the_base_says(tiny, adapter):
+    assert ask("--adapter", adapter, "--user", QUESTION) == ask("--base", tiny, "--user", QUESTION)
+
+
+def test_scale_0_is_the_base(tiny, adapter):
+    with_rule = ("--system", RULE, "--user", QUESTION)
+    assert ask("--adapter", adapter, "--scale", 0, *with_rule) == ask("--base", tiny, *with_rule)
+
+
+def test_both_shows_the_bases_reply_and_the_adapters(tiny, adapter):
+    with_rule = ("--system", RULE, "--user", QUESTION)
+    base, anchored = ask("--base", tiny, *with_rule), ask("--adapter", adapter, *with_rule)
+    assert ask("--adapter", adapter, "--both", *with_rule) == f"base:    {base}adapter: {anchored}"
+
+
+def test_a_chat_answers_line_by_line_and_ends_at_an_empty_one(tiny):
+    done = run("sample.py", "--base", tiny, "--max_new_tokens", 4, "--dtype", "fp32", input="Hello\nAnd again\n\n")
+    assert done.returncode == 0 and done.stdout.count("\n> ") == 3
+
+
+def test_a_chat_streams_the_reply_that_one_call_gives(tiny):
+    chat = run("sample.py", "--base", tiny, "--max_new_tokens", 8, "--dtype", "fp32", input=f"{QUESTION}\n\n").stdout
+    assert ask("--base", tiny, "--user", QUESTION).strip() in chat
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--adapter", "no/such/adapter"], "adapter.json"),
+        (["--both"], "--adapter"),
+        (["--base", "data"], "config.json"),
+        (["--device", "abacus"], "abacus"),
+        (["--dtype", "int3"], "int3"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top_p", "0"], "top_p"),
+        (["--max_new_tokens", "0"], "max_new_tokens"),
+    ],
+)
+def test_a_bad_flag_is_one_sentence(flags, says, smollm2):
+    done = run("sample.py", "--user", "Hello", *flags)
+    assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_one_sentence(tiny, tmp_path):
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text()) | {"vocab_size": 1000}
+    (broken / "config.json").write_text(json.dumps(config))
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:1000].clone()
+    save_file(weights, broken / "model.safetensors")
+    done = run("sample.py", "--base", broken, "--user", "Hello")
+    assert done.returncode != 0 and "embedding of 1000" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_conversation_longer_than_the_context_is_one_sentence(tiny):
+    done = run("sample.py", "--base", tiny, "--user", "word " * 9000)
+    assert done.returncode != 0 and "context" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_default_base_is_the_model_of_the_readme(smollm2):
+    from sample import BASE
+
+    assert BASE == SMOLLM2
