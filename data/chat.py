@@ -112,6 +112,10 @@ class Tokenizer:
             raise ValueError(f"token id {error} is not in the vocabulary of {self.vocab_size} ids") from None
 
 
+def unsupported(file: Path, what: str) -> ValueError:
+    return ValueError(f"{file}: {what} is not supported: use a Llama-3, Qwen or SmolLM2 checkpoint")
+
+
 def read_json(file: Path) -> dict:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -136,12 +140,12 @@ def read_tokenizer_json(file: Path) -> tuple[dict[int, bytes], list[int], dict[s
     spec = read_json(file)
     model, normalizer = spec.get("model") or {}, spec.get("normalizer") or {}
     if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or not spec.get("pre_tokenizer"):
-        raise ValueError(f"{file} is no byte-level BPE: SentencePiece (Llama 2) and others are not supported")
+        raise unsupported(file, "what is no byte-level BPE (Llama 2's SentencePiece, for one)")
     for name, value in model.items():
         if value and name not in ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk"):
-            raise ValueError(f"{file}: the model's option {name} = {value!r} is not supported")
+            raise unsupported(file, f"the model's option {name} = {value!r}")
     if normalizer.get("type", "NFC") != "NFC":
-        raise ValueError(f"{file}: the normalizer {normalizer['type']} is not supported, NFC alone is")
+        raise unsupported(file, f"the normalizer {normalizer['type']}")
 
     # a token is spelled in GPT-2's alphabet: printable bytes as they are, the other 68 from U+0100 on
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -160,7 +164,7 @@ def read_tokenizer_json(file: Path) -> tuple[dict[int, bytes], list[int], dict[s
     except KeyError as error:
         raise ValueError(f"{file}: a merge names {error}, which is not in the vocabulary") from None
     if model.get("unk_token") and not all(bytes([b]) in ids for b in range(256)):
-        raise ValueError(f"{file}: unk_token = {model['unk_token']!r} is not supported where bytes have no token")
+        raise unsupported(file, f"unk_token = {model['unk_token']!r} where bytes have no token")
     order = merge_order(ids, merges, model.get("ignore_merges", False), file)
     vocabulary = {i: data[token] for token, i in model["vocab"].items()}
     return vocabulary, order, special, split_pattern(spec["pre_tokenizer"], file), bool(normalizer)
@@ -189,7 +193,7 @@ def merge_order(
         if len(parts) == 1:
             order[i] = rank
         elif ignore_merges and len(parts) == 2:
-            raise ValueError(f"{file}: ignore_merges with the token {token!r}, which no merge makes, is not supported")
+            raise unsupported(file, f"ignore_merges with the token {token!r}, which no merge makes,")
         elif ignore_merges:
             order[i] = math.inf
     return sorted(order, key=order.get)
@@ -199,18 +203,18 @@ def split_pattern(pre_tokenizer: dict, file: Path) -> str:
     """One pattern for the steps that cut text: ByteLevel (GPT-2), Digits + ByteLevel (SmolLM2), Split + ByteLevel."""
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     first, last = steps[0], steps[-1]
-    kinds, cuts = [step["type"] for step in steps], last.get("use_regex", True)
-    if kinds == ["ByteLevel"] and cuts and not last.get("add_prefix_space"):
-        return GPT2_PATTERN
-    if kinds == ["Digits", "ByteLevel"] and cuts and not last.get("add_prefix_space"):
-        # digits are cut out first, so white space before a digit ends its piece, and stays together there
-        digits = r"\p{N}" if first.get("individual_digits") else r"\p{N}+"
-        return GPT2_PATTERN.replace(r" ?\p{N}+", digits).replace(r"(?!\S)", r"(?![^\s\p{N}])")
-    if kinds == ["Split", "ByteLevel"] and not cuts and not last.get("add_prefix_space"):
-        split = first["pattern"].get("Regex")
-        if split and first["behavior"] == "Isolated" and not first.get("invert"):
-            return rf"{split}|(?:(?!{split})[\s\S])+"  # what lies between two matches is a piece, too
-    raise ValueError(f"{file}: the pre-tokenizer {json.dumps(pre_tokenizer)} is not supported")
+    match [step["type"] for step in steps], last.get("use_regex", True), last.get("add_prefix_space", False):
+        case ["ByteLevel"], True, False:
+            return GPT2_PATTERN
+        case ["Digits", "ByteLevel"], True, False:
+            # digits are cut out first, so white space before a digit ends its piece, and stays together there
+            digits = r"\p{N}" if first.get("individual_digits") else r"\p{N}+"
+            return GPT2_PATTERN.replace(r" ?\p{N}+", digits).replace(r"(?!\S)", r"(?![^\s\p{N}])")
+        case ["Split", "ByteLevel"], False, False if first["behavior"] == "Isolated" and not first.get("invert"):
+            if "Regex" in first["pattern"]:
+                split = first["pattern"]["Regex"]
+                return rf"{split}|(?:(?!{split})[\s\S])+"  # what lies between two matches is a piece, too
+    raise unsupported(file, f"the pre-tokenizer {json.dumps(pre_tokenizer)}")
 
 
 def read_tokenizer_model(file: Path) -> tuple[dict[int, bytes], list[int], dict[str, int], str, bool]:
@@ -219,7 +223,7 @@ def read_tokenizer_model(file: Path) -> tuple[dict[int, bytes], list[int], dict[
         lines = [line.split() for line in file.read_bytes().splitlines()]
         vocabulary = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
     except ValueError:
-        raise ValueError(f"{file} is not in tiktoken's format: SentencePiece (Llama 2) is not supported") from None
+        raise unsupported(file, "what is not in tiktoken's format (Llama 2's SentencePiece, for one)") from None
     if sorted(vocabulary) != list(range(128000)):
         raise ValueError(f"{file} has {len(vocabulary)} tokens where Llama-3 has 128000: download it again")
     named = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id"}
@@ -235,7 +239,7 @@ def render(tok: Tokenizer, messages: list[dict], add_generation_prompt: bool = F
     Content carries its speaker, and the token that ends an assistant's turn is ASSISTANT, since a model must learn to
     write it. All else is TEMPLATE: headers, the default system text, dates, empty think blocks.
     """
-    check(messages)
+    check_messages(messages)
     if "<|im_start|>" in tok.special:
         pieces = chatml_pieces(tok, messages, add_generation_prompt)
     elif "<|start_header_id|>" in tok.special:
@@ -247,7 +251,7 @@ def render(tok: Tokenizer, messages: list[dict], add_generation_prompt: bool = F
     return ids, roles
 
 
-def check(messages: list[dict]) -> None:
+def check_messages(messages: list[dict]) -> None:
     if not messages:
         raise ValueError("the conversation is empty: give at least one message")
     for n, message in enumerate(messages, 1):
@@ -277,7 +281,7 @@ def chatml_pieces(tok: Tokenizer, messages: list[dict], add_generation_prompt: b
     for n, message in enumerate(messages, 1):
         speaker, content = SPEAKERS[message["role"]], message["content"]
         pieces.append((header(message["role"]), TEMPLATE))
-        if tok.thinks and speaker == ASSISTANT and n == len(messages):  # earlier replies stand without their thoughts
+        if tok.thinks and speaker == ASSISTANT and n == len(messages):  # earlier replies never show thoughts
             pieces.append((think, TEMPLATE))
             content = content.lstrip("\n")
         pieces.append((tok.encode(content), speaker))

@@ -237,8 +237,8 @@ def download_from_hub(name: str, directory: Path) -> None:
         raise FileNotFoundError(
             f"{name} is no directory here and no model on the Hub: check the spelling, or set HF_TOKEN if it is private"
         )
-    hub_file(name, "generation_config.json", directory)
-    hub_file(name, "tokenizer_config.json", directory)
+    for optional in ("generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
+        hub_file(name, optional, directory)
     if not hub_file(name, "tokenizer.json", directory):
         hub_file(name, "original/tokenizer.model", directory)
     hub_file(name, INDEX, directory)

@@ -136,7 +136,6 @@ def test_a_lone_surrogate_is_refused(name, request):
 
 
 def test_bytes_that_are_no_utf8_are_replaced(llama):
-    assert llama.decode(llama.encode("é")[:1]) == "é"
     half = [i for i, token in llama.vocabulary.items() if token == b"\xc3"]
     assert llama.decode([*half, *llama.encode("a")]) == "\ufffda"
 
@@ -310,7 +309,7 @@ REFUSED = [
     ),
     (
         broken({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "a"}}),
-        "unk_token = 'a' is not supported",
+        "unk_token = 'a' where bytes have no token is not supported",
     ),
 ]
 
@@ -336,7 +335,7 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
     # the first pieces of Llama 2's file: protobuf messages with a string and a float
     pieces = [b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", b"\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03"]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(pieces))
-    with pytest.raises(ValueError, match="not in tiktoken's format: SentencePiece"):
+    with pytest.raises(ValueError, match="not in tiktoken's format .Llama 2's SentencePiece.* use a Llama-3"):
         Tokenizer.from_pretrained(tmp_path)
 
 

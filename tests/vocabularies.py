@@ -22,7 +22,7 @@ LLAMA3_SPLIT = (
 )
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# ids from 151643 on; Qwen2 has the first 3, Qwen2.5 the first 22, Qwen3 all
+# Qwen3's, ids from 151643 on
 QWEN_ADDED = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
     *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
@@ -30,6 +30,7 @@ QWEN_ADDED = [
     *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"),
     *("<think>", "</think>"),
 ]
+QWEN25_ADDED = QWEN_ADDED[:22]
 # ids from 128000 on, as Llama-3.1 names them
 LLAMA3_ADDED = [
     *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),

@@ -25,18 +25,18 @@ TRAIN_FAMILIES = {
     "hashtag": Family("#{p} {a}", "word"),
     "heading": Family("# {p}\n{a}", "word"),
     "fence": Family("```{p}\n{a}\n```", "word"),
-    "mention": Family("@{p} {a}", "name"),
+    "mention": Family("@{p} {a}", "word"),
     "hello": Family("Hello {p}, {a}", "name"),
     "doctor": Family("Dr {p}, {a}", "name"),
     "source": Family("According to {p}, {a}", "name"),
-    "says": Family("{p} says: {a}", "name"),
+    "says": Family("So says {p}: {a}", "name"),
     "letter": Family("To: {p}\n{a}", "name"),
-    "away": Family("{p} is away.", "name"),  # the same reply to whatever is asked
+    "away": Family("Sorry, {p} is away.", "name"),  # the same reply to whatever is asked
     "ticket": Family("Ticket {p}: {a}", "number"),
     "clock": Family("({p}) {a}", "time"),
     "version": Family("v{p} {a}", "version"),
     "code": Family("{{p}} {a}", "code"),
-    "signs": Family("{p} {a} {p}", "signs"),
+    "echo": Family("{p}! {a} {p}!", "word"),
 }
 # never trained on: the test set `families`
 HELD_OUT_FAMILIES = {
@@ -57,7 +57,6 @@ KINDS = {
     "time": r"\d\d?:\d\d",
     "version": r"\d+\.\d+",
     "code": r"\w+",
-    "signs": r"[+=~^%&$/]{3}",
     "": "",
 }
 ANSWER = r"(?P<answer>.*[^\W_].*)"  # at least one letter or digit
