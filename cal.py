@@ -85,19 +85,6 @@ class CrossAttentionLayer(nn.Module):
         for proj in (self.o_proj, self.down_proj):
             nn.init.zeros_(proj.weight)
 
-    @torch.no_grad()
-    def start_from(self, layer):
-        for ours, theirs in (
-            (self.norm1, layer.input_layernorm),
-            (self.q_proj, layer.self_attn.q_proj),
-            (self.k_proj, layer.self_attn.k_proj),
-            (self.v_proj, layer.self_attn.v_proj),
-            (self.norm2, layer.post_attention_layernorm),
-            (self.gate_proj, layer.mlp.gate_proj),
-            (self.up_proj, layer.mlp.up_proj),
-        ):
-            ours.weight.copy_(theirs.weight)
-
     def forward(
         self,
         x: Tensor,
@@ -202,8 +189,6 @@ def attach(
         with model.embed_tokens.weight.device:
             for b in PLACEMENTS[placement](model.config.n_layers):
                 model.inserted[str(b)] = CrossAttentionLayer(model.config, rope, ffn, scale)
-                import os
-                if os.environ.get("COPY"): model.inserted[str(b)].start_from(model.layers[b - 1])
     model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": ffn}
     return model
 
