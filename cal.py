@@ -81,7 +81,7 @@ class CrossAttentionLayer(nn.Module):
         self.up_proj = Linear(c.hidden_size, hidden)
         self.down_proj = Linear(hidden, c.hidden_size)
         for proj in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
-            nn.init.normal_(proj.weight, std=c.initializer_range)  # our choice: as the backbone was once initialised
+            nn.init.normal_(proj.weight, std=c.hidden_size**-0.5)  # our choice: outputs as large as inputs
         for proj in (self.o_proj, self.down_proj):
             nn.init.zeros_(proj.weight)
 
@@ -193,6 +193,11 @@ def attach(
     return model
 
 
+def base_config(model: Transformer) -> dict:
+    """What an adapter's weights depend on in the base, as JSON would give it back."""
+    return {name: value for name, value in asdict(model.config).items() if name != "stop_ids"}
+
+
 def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     """
     Writes adapter.safetensors (the blocks, fp32) and adapter.json (how they were attached, the base's config, and
@@ -200,7 +205,7 @@ def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    about = {**model.adapter, "base_config": asdict(model.config), **info}
+    about = {**model.adapter, "base_config": base_config(model), **info}
     save_file(model.inserted.state_dict(), path / "adapter.safetensors.part")
     (path / "adapter.safetensors.part").replace(path / "adapter.safetensors")
     (path / "adapter.json.part").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -213,15 +218,16 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
     if it is damaged or was trained on a base of another shape.
     """
     about = adapter_info(path)
-    base = json.loads(json.dumps(asdict(model.config)))  # as it was written: tuples are lists there
-    if different := [name for name, value in about["base_config"].items() if base.get(name) != value]:
+    ours, theirs = base_config(model), about["base_config"]
+    if different := [name for name in ours if ours[name] != theirs.get(name)]:
         raise ValueError(f"the adapter in {path} has another base ({', '.join(different)} differ): give that one")
     attach(model, about["method"], about["placement"], scale, about["rope"], about["ffn"])
     file = Path(path) / "adapter.safetensors"
     try:
         model.inserted.load_state_dict(load_file(file, device=str(model.embed_tokens.weight.device)))
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}): copy it again or train anew") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} is damaged ({reason}): copy it again or train anew") from None
     return model
 
 
@@ -231,7 +237,11 @@ def adapter_info(path: str | Path) -> dict:
     for name in ("adapter.json", "adapter.safetensors"):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} holds no {name}: give a directory that train.py wrote (--out)")
+    file = path / "adapter.json"
     try:
-        return json.loads((path / "adapter.json").read_text(encoding="utf-8"))
+        about = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path / 'adapter.json'} is not valid JSON ({error}): copy it again or train anew") from None
+        raise ValueError(f"{file} is not valid JSON ({error}): copy it again or train anew") from None
+    if lacking := {"method", "placement", "rope", "ffn", "base_config"} - about.keys():
+        raise ValueError(f"{file} lacks {', '.join(sorted(lacking))}: copy it again or train anew")
+    return about

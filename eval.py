@@ -46,6 +46,8 @@ def write_jsonl(file: Path, records: list[dict]) -> None:
 
 def load_sets(limit: int | None = None) -> list[dict]:
     """The test prompts, the first `limit` of each set: {"set", "messages", "family", "parameter", …}."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit of prompts a set is {limit}: it must be at least 1")
     if not all((HIERARCHY / f"{name}.jsonl").is_file() for name in SETS):
         prepare(HIERARCHY)
     return [

@@ -40,7 +40,6 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False
     stop_ids: tuple[int, ...] = ()
-    initializer_range: float = 0.02
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Config":
@@ -84,7 +83,6 @@ class Config:
                 mlp_bias=family == "llama" and c.get("mlp_bias", False),
                 qk_norm=family == "qwen3",
                 stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
-                initializer_range=c.get("initializer_range", 0.02),
             )
             rope_frequencies(config)  # an unknown rope type is an error here, before any weight is read
         except KeyError as error:
@@ -392,6 +390,8 @@ class Transformer(nn.Module):
             return
         if any(len(p) == 0 for p in prompts):
             raise ValueError("a prompt is empty: give at least one token")
+        if temperature < 0 or not 0 < top_p <= 1:
+            raise ValueError(f"temperature is {temperature}, top_p {top_p}: give at least 0, and one in (0, 1]")
         weight = self.embed_tokens.weight
         device, context = weight.device, self.config.max_positions
         lengths = torch.tensor([len(p) for p in prompts], device=device)

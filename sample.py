@@ -74,7 +74,7 @@ def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, 
 
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
     """load_base for add_model_flags' flags, with the adapter attached if there is one."""
-    base = args.base or (adapter_info(args.adapter)["base"] if args.adapter else BASE)
+    base = args.base or (adapter_info(args.adapter).get("base") if args.adapter else None) or BASE
     device = pick_device(args.device)
     model, tok, path = load_base(base, device, pick_dtype(args.dtype, device))
     if args.adapter:
@@ -129,6 +129,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     args = parser.parse_args()
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1")
     if args.both and not args.adapter:
         raise ValueError("--both compares an adapter with its base: give --adapter")
 

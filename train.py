@@ -88,7 +88,7 @@ def collate(conversations: list[Conversation], device: str) -> tuple[Tensor, Ten
 
 
 def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
-    """Which of n batches a step takes; every epoch is a new shuffle. The step number is all that a resumed run needs."""
+    """Which of n batches a step takes; every epoch is a new shuffle. To resume, the step's number is enough."""
     chosen = []
     for position in range(step * accumulate, (step + 1) * accumulate):
         epoch, place = divmod(position, n)
@@ -138,7 +138,7 @@ def main() -> None:
     flag("--method", default="cal", choices=METHODS, help="what is trained (%(default)s)")
     flag("--placement", default="late8th", choices=PLACEMENTS, help="where the blocks go (%(default)s)")
     flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
-    flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, times the backbone's (%(default)s)")
+    flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, in the backbone's (%(default)s)")
     flag("--steps", type=int, default=150, help="optimizer steps (%(default)s)")
     flag("--batch_tokens", type=int, default=1280, help="tokens in a batch, padding included (%(default)s)")
     flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")

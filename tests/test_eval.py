@@ -70,7 +70,7 @@ def test_a_damaged_line_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--rescore", "data"], "replies.jsonl"), (["--adapter", "data"], "adapter.json"), (["--limit", "0"], "--limit")],
+    [(["--rescore", "data"], "replies.jsonl"), (["--adapter", "data"], "adapter.json"), (["--limit", "0"], "limit")],
 )
 def test_a_bad_flag_is_one_sentence(flags, says):
     done = run("eval.py", *flags)

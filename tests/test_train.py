@@ -103,7 +103,7 @@ def test_a_conversation_longer_than_the_budget_is_a_batch_of_its_own():
 
 def test_every_epoch_takes_each_batch_once_in_another_order():
     steps = [batches_of_step(s, n=12, accumulate=3, seed=5) for s in range(8)]
-    first, second = sum(steps[:4], []), sum(steps[4:], [])
+    first, second = ([b for step in part for b in step] for part in (steps[:4], steps[4:]))
     assert sorted(first) == sorted(second) == list(range(12)) and first != second
 
 
