@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
@@ -32,7 +32,7 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     From system, bool (B, T), True on the system prompt's tokens: positions (B, S), where each row's system tokens
     stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with masked zeros.
     """
-    # token i sees system token j  iff  j <= i
+    # our choice: one formula, token i sees system token j  iff  j <= i
     #   before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
     counts = system.sum(dim=1, keepdim=True)  # (B, 1)
     S = int(counts.max())
@@ -122,6 +122,7 @@ class CrossAttentionLayer(nn.Module):
         # X'' = X' + (silu(N W_gate) * N W_up) W_D,  N = norm2(X')
         n = self.norm2(y)
         y = y + self.scale * self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n))
+        # our choice: such a token stays exactly as it was, the feed-forward part included
         return torch.where(seen, y, x)
 
     def heads(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -148,7 +149,7 @@ def eighth(L: int) -> int:
     return L + 1 - 7 * L // 8
 
 
-# boundary b is "after layer b", 1..L; each placement gives the boundaries for a backbone of L layers
+# our choice: boundary b is "after layer b", 1..L; each placement gives the boundaries for a backbone of L layers
 PLACEMENTS: dict[str, Callable[[int], list[int]]] = {
     "every": lambda L: span(1, L, L),
     "alternate": lambda L: span(1, L, L)[1::2] or [1],
@@ -186,9 +187,9 @@ def attach(
     model.requires_grad_(False)
     model.inserted.clear()
     if method == "cal":
-        with model.embed_tokens.weight.device:
-            for b in PLACEMENTS[placement](model.config.n_layers):
-                model.inserted[str(b)] = CrossAttentionLayer(model.config, rope, ffn, scale)
+        for b in PLACEMENTS[placement](model.config.n_layers):
+            model.inserted[str(b)] = CrossAttentionLayer(model.config, rope, ffn, scale)
+    model.inserted.to(model.embed_tokens.weight.device)  # made on the CPU: a seed gives the same blocks everywhere
     model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": ffn}
     return model
 
@@ -206,7 +207,7 @@ def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     about = {**model.adapter, "base_config": base_config(model), **info}
-    save_file(model.inserted.state_dict(), path / "adapter.safetensors.part")
+    (path / "adapter.safetensors.part").write_bytes(save(model.inserted.state_dict()))
     (path / "adapter.safetensors.part").replace(path / "adapter.safetensors")
     (path / "adapter.json.part").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     (path / "adapter.json.part").replace(path / "adapter.json")
@@ -224,7 +225,7 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
     attach(model, about["method"], about["placement"], scale, about["rope"], about["ffn"])
     file = Path(path) / "adapter.safetensors"
     try:
-        model.inserted.load_state_dict(load_file(file, device=str(model.embed_tokens.weight.device)))
+        model.inserted.load_state_dict(load_file(file))
     except (SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} is damaged ({reason}): copy it again or train anew") from None

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data.chat import Tokenizer
 from data.download import weights_source
-from data.hierarchy.prepare import prepare
+from data.hierarchy.prepare import prepare_if_needed
 from data.hierarchy.score import follows, plain
 from model import Transformer
 from sample import add_model_flags, load, prompt
@@ -29,27 +29,35 @@ SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "
 def read_jsonl(file: Path) -> list[dict]:
     """The records of a JSONL file. ValueError names the line that is damaged."""
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"{file} line {number} is not valid JSON: delete the file, and it is made again") from None
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
     return records
 
 
-def write_jsonl(file: Path, records: list[dict]) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Writes beside and renames, so that the file is never half there."""
-    part = file.with_suffix(".part")
-    part.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
     part.replace(file)
+
+
+def write_jsonl(file: Path, records: list[dict]) -> None:
+    write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_json(file: Path, content: dict) -> None:
+    write_whole(file, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def load_sets(limit: int | None = None) -> list[dict]:
     """The test prompts, the first `limit` of each set: {"set", "messages", "family", "parameter", …}."""
     if limit is not None and limit < 1:
         raise ValueError(f"the limit of prompts a set is {limit}: it must be at least 1")
-    if not all((HIERARCHY / f"{name}.jsonl").is_file() for name in SETS):
-        prepare(HIERARCHY)
+    prepare_if_needed()
     return [
         {"set": name, **example}
         for name, n in SETS.items()
@@ -137,8 +145,12 @@ def main() -> None:
     if args.rescore:
         print(show(rescore(args.rescore)))
         return
-    if args.out and (args.out / "replies.jsonl").exists():
-        raise ValueError(f"{args.out} already holds replies: give another --out, or delete it")
+    if args.batch_tokens < 1:
+        raise ValueError(f"--batch_tokens is {args.batch_tokens}: it must be at least 1")
+    if args.out:
+        if (args.out / "replies.jsonl").exists():
+            raise ValueError(f"{args.out} already holds replies: give another --out, or delete it")
+        args.out.mkdir(parents=True, exist_ok=True)
 
     model, tok, path = load(args)
     name = "adapter" if args.adapter else "base"
@@ -146,10 +158,8 @@ def main() -> None:
     table = summarize(rows)
     print(f"weights: {weights_source(path)}\n\n{show({name: table})}")
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         write_jsonl(args.out / "replies.jsonl", [{"when": name, **row} for row in rows])
-        results = {name: table, "weights": weights_source(path), "flags": {k: str(v) for k, v in vars(args).items()}}
-        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out / "results.json", {name: table, "weights": weights_source(path), "flags": vars(args)})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 # ----------------------------------------------------------------------------------------------------------------------
 # configuration
@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Config:
+    """The sizes and switches of a model, under names of their own; from_file reads them from a checkpoint."""
+
     vocab_size: int
     hidden_size: int  # D
     intermediate_size: int
@@ -47,10 +49,7 @@ class Config:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: give a directory of config.json and safetensors files")
-        try:
-            c = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}): download the checkpoint again") from None
+        c = read_json(path)
         family = c.get("model_type")
         if family not in ("llama", "qwen2", "qwen3"):
             raise ValueError(f"{path} has model_type {family!r}: model.py knows llama, qwen2 and qwen3")
@@ -63,7 +62,9 @@ class Config:
         try:
             heads = c["num_attention_heads"]
             # older files keep theta and the scaling apart, newer ones put both under rope_parameters
-            rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+            rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+            theta = rope.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
+            rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
             stop = c.get("eos_token_id")
             config = cls(
                 vocab_size=c["vocab_size"],
@@ -75,8 +76,8 @@ class Config:
                 head_dim=c.get("head_dim") or c["hidden_size"] // heads,
                 max_positions=c["max_position_embeddings"],
                 norm_eps=c.get("rms_norm_eps", 1e-6),
-                rope_theta=rope.get("rope_theta") or c.get("rope_theta") or 10000.0,
-                rope_scaling=rope or None,
+                rope_theta=theta,
+                rope_scaling=None if rope["rope_type"] == "default" else rope,
                 tied=c.get("tie_word_embeddings", False),
                 qkv_bias=family == "qwen2" or c.get("attention_bias", False),
                 o_bias=family != "qwen2" and c.get("attention_bias", False),
@@ -90,6 +91,17 @@ class Config:
         return config
 
 
+def read_json(path: Path) -> dict:
+    """The object in a JSON file of a checkpoint. ValueError if it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object: download the checkpoint again")
+    return content
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # rotary position embedding
 
@@ -98,11 +110,10 @@ def rope_frequencies(config: Config, device: torch.device | str = "cpu") -> Tens
     """The C/2 rotation speeds, in radians a token, fp32. Sources: RoFormer (arXiv 2104.09864), Llama 3.1's scaling."""
     # f_i = theta^(-2i / C)
     i = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
-    f = config.rope_theta ** (-2 * i / config.head_dim)
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    f = 1 / config.rope_theta ** (2 * i / config.head_dim)
+    if config.rope_scaling is None:
         return f
+    scaling, kind = config.rope_scaling, config.rope_scaling["rope_type"]
     if kind == "linear":
         return f / scaling["factor"]
     if kind == "llama3":
@@ -138,19 +149,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     mask is bool (B, T, S), True where a query sees a key; without it attention is causal over T = S tokens.
     """
     B, H, T, C = q.shape
-    K = k.shape[1]
     # softmax(Q K^T / sqrt(C)) V
     if mask is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    elif T > 1:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
     else:
-        # the H / K query heads that share a key head become rows of one product: no key is copied
-        q = q.reshape(B, K, H // K * T, C)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(1, H // K, 1)[:, None])
-        y = y.reshape(B, H, T, C)
+        # one token, while decoding: the H / K query heads that share a key head become rows of one product, and no
+        # key is copied; four times as fast on a CPU
+        y = F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, C), k, v, attn_mask=mask[:, None]).view(B, H, 1, C)
     return y.transpose(1, 2).reshape(B, T, H * C)
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last dimension (arXiv 1910.07467)."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -162,6 +175,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads: (B, T, D) to (B, T, D)."""
+
     def __init__(self, c: Config, layer: int):
         super().__init__()
         self.layer, self.head_dim, self.qk_norm = layer, c.head_dim, c.qk_norm
@@ -188,6 +203,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The feed-forward part, SwiGLU (arXiv 2002.05202): (B, T, D) to (B, T, D)."""
+
     def __init__(self, c: Config):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
@@ -200,6 +217,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """One decoder layer, pre-norm: attention, then the feed-forward part, each added to its input."""
+
     def __init__(self, c: Config, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
@@ -229,15 +248,18 @@ class Cache:
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.positions = torch.zeros(batch, dtype=torch.long, device=device)  # where each row writes next
         self.used = 0  # slots that any row has written
+        self.slots = self.mask = None  # of the tokens that are being written: where, and what each may read
         self.inserted: dict[str, dict[str, Tensor]] = {}  # what each inserted block keeps, by boundary
 
     def start(self, T: int) -> Tensor:
         """Positions (B, T) of the T tokens that every row is about to write."""
         if torch.is_grad_enabled():
             raise RuntimeError("a cache holds no gradients: call the model under torch.no_grad()")
-        self.fresh = self.used == 0
-        self.used += T
         self.slots = self.positions[:, None] + torch.arange(T, device=self.positions.device)
+        # the prompt sees itself alone, plain causal attention; later tokens see the keys at positions up to their own
+        fresh, self.used = self.used == 0, self.used + T
+        slots = torch.arange(self.used, device=self.positions.device)
+        self.mask = None if fresh else slots <= self.slots[:, :, None]  # (B, T, used)
         return self.slots
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -245,10 +267,9 @@ class Cache:
         rows = torch.arange(len(k), device=k.device)[:, None]
         self.keys[layer][rows, :, self.slots] = k.transpose(1, 2)
         self.values[layer][rows, :, self.slots] = v.transpose(1, 2)
-        if self.fresh:  # the prompt sees itself alone: plain causal attention
+        if self.mask is None:
             return k, v, None
-        mask = torch.arange(self.used, device=k.device) <= self.slots[:, :, None]  # (B, T, used): key <= position
-        return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used], mask
+        return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used], self.mask
 
     def keep(self, rows: Tensor) -> None:
         """Drops the rows (bool (B,), True stays) whose reply is finished."""
@@ -264,6 +285,8 @@ class Cache:
 
 
 class Transformer(nn.Module):
+    """Embedding, L layers with whatever blocks are inserted between them, final norm, head."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
@@ -275,7 +298,9 @@ class Transformer(nn.Module):
         self.inserted = nn.ModuleDict()  # blocks at boundaries: inserted["26"] runs after layer 26 (cal.py fills it)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32):
+    def from_pretrained(
+        cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Transformer":
         """
         Loads a directory of config.json and safetensors files (one, or shards with an index).
         Each tensor goes straight to its device and dtype: the weights stand in memory once.
@@ -285,7 +310,7 @@ class Transformer(nn.Module):
         config = Config.from_file(path / "config.json")
         generation = path / "generation_config.json"  # chat checkpoints list here what else ends a reply
         if generation.is_file():
-            stop = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+            stop = read_json(generation).get("eos_token_id")
             config.stop_ids = tuple(stop) if isinstance(stop, list) else config.stop_ids if stop is None else (stop,)
         with torch.device("meta"):  # shapes alone, no memory yet
             model = cls(config)
@@ -351,7 +376,7 @@ class Transformer(nn.Module):
 
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
             if len(t):
-                loss = loss + checkpoint(chunk_loss, h, t, use_reentrant=False)
+                loss = loss + recompute(chunk_loss, h, t, use_reentrant=False)
         return loss, len(targets)
 
     def generate(
@@ -390,6 +415,8 @@ class Transformer(nn.Module):
             return
         if any(len(p) == 0 for p in prompts):
             raise ValueError("a prompt is empty: give at least one token")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         if temperature < 0 or not 0 < top_p <= 1:
             raise ValueError(f"temperature is {temperature}, top_p {top_p}: give at least 0, and one in (0, 1]")
         weight = self.embed_tokens.weight
@@ -437,10 +464,10 @@ def weight_files(path: Path) -> dict[str, Path]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     files = {single}
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError):
-            raise ValueError(f"{index} is not a safetensors index: download the checkpoint again") from None
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files: download the checkpoint again")
+        names = set(weight_map.values())
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{index} names {outside[0]!r}, a path outside its directory: take another checkpoint")
         files = {path / name for name in names}

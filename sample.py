@@ -4,12 +4,15 @@ One reply, or a chat in the terminal:
     python sample.py --user "What is the capital of France?"         the bare base
     python sample.py --adapter out/cal --system "…" --user "…"       a trained adapter
     python sample.py --adapter out/cal --system "…"                  a chat that streams; an empty line ends it
-    python sample.py --adapter out/cal --both --system "…"           base and adapter, one above the other
+    python sample.py --adapter out/cal --both --system "…"           base and adapter, side by side
 """
 
 import argparse
+import shutil
 import sys
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 
 import torch
 
@@ -32,6 +35,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say on what; the same in train.py."""
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     parser.add_argument(
         "--dtype",
@@ -41,21 +45,25 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(name: str | None) -> str:
-    """The device to run on. ValueError if it is not there."""
-    there = [
-        d
-        for d, ok in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True))
-        if ok
-    ]
-    if name and name.split(":")[0] not in there:
-        raise ValueError(f"--device {name} is not on this machine: choose one of {', '.join(there)}")
-    return name or there[0]
+    """The device to run on, by default the first of cuda, mps, cpu. ValueError if it is not on this machine."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} can't be used here ({str(error).splitlines()[0]}): try cpu") from None
+    return name
 
 
 def pick_dtype(name: str | None, device: str) -> torch.dtype:
-    """bf16, but on a CPU without bf16 instructions, where it is slower than fp32 by far."""
+    """By default bf16, but fp32 where bf16 products are emulated, and slower by far."""
     if name is None:
-        name = "fp32" if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else "bf16"
+        if device.startswith("cuda"):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            native = device.startswith("mps") or onednn
+        name = "bf16" if native else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
@@ -88,31 +96,34 @@ def prompt(tok: Tokenizer, messages: list[dict]) -> tuple[torch.Tensor, torch.Te
     return torch.tensor(ids), torch.tensor(roles) == SYSTEM
 
 
-def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace) -> str:
+def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace, show: bool = True) -> str:
     """Generates the next reply, prints it as it comes, and returns it."""
     ids, system = prompt(tok, messages)
     new: list[int] = []
-    shown = ""
+    shown = text = ""
     options = (args.max_new_tokens, args.temperature, args.top_p, tok.stop_ids, args.seed)
     for _, token in model.stream([ids], [system], *options):
         new.append(token)
         text = tok.decode(new)
-        if not text.endswith("\ufffd"):  # a character may still lack bytes
+        if show and not text.endswith("\ufffd"):  # a character may still lack bytes
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    text = tok.decode(new)
-    print(text[len(shown) :])
+    if show:
+        print(text[len(shown) :])
     return text
 
 
 def both(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace) -> str:
-    """The base's reply, then the adapter's, which is returned. The base is the same model, its blocks scaled to 0."""
-    blocks = list(model.inserted.values())
+    """Prints the base's reply (the blocks at scale 0) and the adapter's side by side; returns the adapter's."""
+    columns = []
+    width = shutil.get_terminal_size().columns // 2 - 2
     for name, scale in (("base", 0.0), ("adapter", args.scale)):
-        for block in blocks:
+        for block in model.inserted.values():
             block.scale = scale
-        print(f"{name + ':':<9}", end="", flush=True)
-        text = reply(model, tok, messages, args)
+        text = reply(model, tok, messages, args, show=False)
+        columns.append([name, "-" * width, *(part for line in text.splitlines() for part in wrap(line, width) or [""])])
+    for left, right in zip_longest(*columns, fillvalue=""):
+        print(f"{left:<{width}}    {right}".rstrip())
     return text
 
 
@@ -122,15 +133,13 @@ def main() -> None:
     parser.add_argument("--system", default="", help="the system prompt: what CAL anchors every token to")
     parser.add_argument("--user", help="one user message; without it, a chat in the terminal")
     parser.add_argument("--both", action="store_true", help="show the base's reply beside the adapter's")
-    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens a reply may have (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="sample from the likeliest words that make up this probability"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1")
     if args.both and not args.adapter:
         raise ValueError("--both compares an adapter with its base: give --adapter")
 

@@ -12,9 +12,9 @@ results.json (their scores), and adapter.safetensors with adapter.json, which sa
 import argparse
 import json
 import math
+import os
 import platform
 import random
-import resource
 import signal
 import sys
 import time
@@ -27,8 +27,8 @@ from tqdm import tqdm
 from cal import METHODS, PLACEMENTS, attach, save_adapter
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.download import weights_source
-from data.hierarchy.prepare import prepare
-from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_jsonl
+from data.hierarchy.prepare import prepare_if_needed
+from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_json, write_jsonl, write_whole
 from model import Transformer
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
@@ -55,9 +55,11 @@ def load_conversations(file: Path, tok: Tokenizer, max_tokens: int) -> tuple[lis
     """The conversations of a JSONL file, and how many were dropped: over max_tokens, or without anything to learn."""
     conversations, dropped = [], 0
     for number, record in enumerate(tqdm(read_jsonl(file), desc=f"tokenize {file.name}", leave=False), start=1):
+        if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+            raise ValueError(f'{file} line {number} has no list of messages: write {{"messages": [{{"role": …}}]}}')
         try:
             conversation = tokenize(tok, record)
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{file} line {number}: {error}") from None
         if len(conversation[0]) > max_tokens or (conversation[2] < 0).all():
             dropped += 1
@@ -67,7 +69,10 @@ def load_conversations(file: Path, tok: Tokenizer, max_tokens: int) -> tuple[lis
 
 
 def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
-    """Indices in batches of similar length, so that little is padding: longest times count is at most batch_tokens."""
+    """
+    Indices in batches of similar length, so that little is padding: the longest times their number is at most
+    batch_tokens, unless a single conversation has more.
+    """
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)  # which of the same length come together is chance
     order.sort(key=lambda i: lengths[i])
@@ -103,7 +108,7 @@ def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up over `warmup` steps, then a cosine down to a tenth of the peak at the last step."""
+    """Linear warm-up over `warmup` (< steps) steps, then a cosine down to a tenth of the peak at the last one."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
@@ -122,9 +127,13 @@ def validate(model: Transformer, conversations: list[Conversation], batch_tokens
 
 
 def peak_memory(device: str) -> float:
-    """The most memory that this process has held, in GB: on the GPU if there is one, else resident."""
+    """The most memory that this process has held, in GB: on the GPU if it runs there, else resident; 0 on Windows."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated() / 1e9
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if os.name == "nt":
+        return 0.0
+    import resource  # of Unix alone
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if platform.system() == "Darwin" else peak * 1024 / 1e9  # bytes there, KB elsewhere
 
@@ -139,18 +148,18 @@ def main() -> None:
     flag("--placement", default="late8th", choices=PLACEMENTS, help="where the blocks go (%(default)s)")
     flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
     flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, in the backbone's (%(default)s)")
-    flag("--steps", type=int, default=150, help="optimizer steps (%(default)s)")
-    flag("--batch_tokens", type=int, default=1280, help="tokens in a batch, padding included (%(default)s)")
+    flag("--steps", type=int, default=300, help="optimizer steps (%(default)s)")
+    flag("--batch_tokens", type=int, default=640, help="tokens in a batch, padding included (%(default)s)")
     flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
     flag("--max_tokens", type=int, default=1024, help="longer conversations are left out (%(default)s)")
-    flag("--lr", type=float, default=1e-3, help="peak learning rate (%(default)s)")
-    flag("--warmup", type=int, default=10, help="steps until the peak (%(default)s)")
+    flag("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    flag("--warmup", type=int, help="steps until the peak (a fifteenth of --steps)")
     flag("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
     flag("--seed", type=int, default=0, help="of the new blocks and of the data's order (%(default)s)")
     add_device_flags(parser)
     flag("--out", type=Path, help="the run's directory (out/METHOD)")
-    flag("--val_every", type=int, default=50, help="steps between validations (%(default)s)")
-    flag("--save_every", type=int, default=50, help="steps between checkpoints (%(default)s)")
+    flag("--val_every", type=int, default=100, help="steps between validations (%(default)s)")
+    flag("--save_every", type=int, default=100, help="steps between checkpoints (%(default)s)")
     flag("--resume", action="store_true", help="go on with the run in --out, exactly where it was")
     flag("--no_eval", action="store_true", help="train alone, without the test sets")
     flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
@@ -158,33 +167,42 @@ def main() -> None:
     for name in ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    for name in ("lr", "clip", "cal_ffn"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
+    if args.warmup is None:
+        args.warmup = args.steps // 15
+    if not 0 <= args.warmup < args.steps:
+        raise ValueError(f"--warmup is {args.warmup}: it must be at least 0, and fewer than the {args.steps} steps")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("train.py runs in one process, not under torchrun: start it as python train.py")
+    device = args.device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    args.dtype = str(dtype).removeprefix("torch.")
 
     # the run's directory
     out = args.out or Path("out") / args.method
-    checkpoint_file = out / "checkpoint.pt"
+    flags_file, checkpoint_file = out / "flags.json", out / "checkpoint.pt"
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
-    saved = None
     if args.resume:
         if (out / "results.json").exists():
             raise ValueError(f"the run in {out} is complete: nothing to resume")
-        if checkpoint_file.exists():
-            saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
-            if different := [f"--{k}" for k in flags if flags[k] != saved["flags"].get(k)]:
-                raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
+        started = json.loads(flags_file.read_text(encoding="utf-8")) if flags_file.exists() else flags
+        if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
+            raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
     elif out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
     out.mkdir(parents=True, exist_ok=True)
+    write_json(flags_file, flags)
 
     # the frozen backbone with its new blocks
-    device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, device)
     torch.manual_seed(args.seed)
     model, tok, path = load_base(args.base, device, dtype)
     source = weights_source(path)
     attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if trainable else None
-    print(f"base {args.base} ({source}) on {device} in {str(dtype).removeprefix('torch.')}")
+    print(f"base {args.base} ({source}) on {device} in {args.dtype}")
     print(
         f"method {args.method}, {sum(p.numel() for p in trainable) / 1e6:.1f} M trainable parameters "
         f"beside {sum(p.numel() for p in model.parameters() if not p.requires_grad) / 1e6:.1f} M frozen ones"
@@ -194,8 +212,8 @@ def main() -> None:
     # the data
     folder = HIERARCHY.parent / args.data if (HIERARCHY.parent / args.data).is_dir() else Path(args.data)
     train_file, val_file = folder / f"{args.split}.jsonl", folder / "val.jsonl"
-    if folder == HIERARCHY and not train_file.exists():
-        prepare(folder)
+    if folder.resolve() == HIERARCHY:
+        prepare_if_needed()
     if not train_file.exists():
         raise FileNotFoundError(f"{train_file} does not exist: --data is a folder, --split one of its JSONL files")
     max_tokens = min(args.max_tokens, model.config.max_positions)
@@ -223,19 +241,21 @@ def main() -> None:
 
     # where to start
     first, metrics_file = 0, out / "metrics.jsonl"
-    if saved:
+    if checkpoint_file.exists():
+        saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
         first = saved["step"]
         model.inserted.load_state_dict(saved["adapter"])
         optimizer.load_state_dict(saved["optimizer"])
-    # a line that a killed run wrote after its last checkpoint is written again
-    kept = metrics_file.read_text().splitlines(keepends=True)[:first] if first else []
-    metrics_file.write_text("".join(kept))
+    # the lines that a killed run wrote after its last checkpoint are written again
+    kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
+    write_whole(metrics_file, "".join(kept))
 
     stopping = False
 
     def stop(*_: object) -> None:
         nonlocal stopping
         stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, stop)  # Ctrl-C ends the step first
     bar = tqdm(range(first, args.steps if trainable else 0), initial=first, total=args.steps, desc="train")
@@ -249,7 +269,7 @@ def main() -> None:
                 [conversations[i] for i in batches[b]]
                 for b in batches_of_step(step, len(batches), args.accumulate, args.seed)
             ]
-            # the step's loss is a mean over all its targets, however they are spread over its batches
+            # our choice: the step's loss is a mean over all its targets, however they are spread over its batches
             n = sum(int((targets >= 0).sum()) for batch in chosen for _, _, targets in batch)
             total = 0.0
             for batch in chosen:
@@ -258,9 +278,9 @@ def main() -> None:
                 if loss.requires_grad:  # a batch without any system token teaches CAL nothing
                     (loss / n).backward()
                 total += loss.item()
-            if not math.isfinite(total):
-                raise ValueError(f"the loss is {total} at step {step}: start again with a lower --lr and another --out")
-            torch.nn.utils.clip_grad_norm_(trainable, args.clip)
+            norm = torch.nn.utils.clip_grad_norm_(trainable, args.clip)
+            if not math.isfinite(total) or not norm.isfinite():
+                raise ValueError(f"step {step} has loss {total / n}, gradient norm {norm}: lower --lr")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -274,8 +294,9 @@ def main() -> None:
             metrics.flush()
             bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
             if last or stopping or (step + 1) % args.save_every == 0:
-                # written beside and renamed: a run can die at any moment
-                state = {"step": step + 1, "flags": flags, "adapter": model.inserted.state_dict()}
+                # written beside and renamed: a run can die at any moment. Nothing is drawn at random after the blocks'
+                # first values, and the data's order follows from the step, so that this is all that the rest needs.
+                state = {"step": step + 1, "adapter": model.inserted.state_dict()}
                 torch.save(state | {"optimizer": optimizer.state_dict()}, checkpoint_file.with_suffix(".part"))
                 checkpoint_file.with_suffix(".part").replace(checkpoint_file)
             if stopping:
@@ -306,8 +327,7 @@ def main() -> None:
         "peak_memory_gb": peak_memory(device),
     }
     write_jsonl(replies_file, before + after)
-    (out / "results.part").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (out / "results.part").replace(out / "results.json")
+    write_json(out / "results.json", results)
     checkpoint_file.unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if tests:

@@ -26,7 +26,8 @@ KNOWN_TEMPLATES = {
     "<think>": "<think>",  # Qwen3: no default system text, but an empty think block
     "<repo_name>": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>",
     # our choice: Qwen2.5's text for Qwen2 as well
-    "<|im_start|>": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
+    "<|im_start|>": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud."
+    " You are a helpful assistant.<|im_end|>",
     "<|eom_id|>": "Cutting Knowledge Date: December 2023",  # Llama-3.1 and later; Llama-3 has neither
 }
 

@@ -44,7 +44,7 @@ def download(url: str, path: str | Path, sha256: str | None = None) -> Path:
     network, or a connection that broke too often), ValueError (wrong hash), OSError (disk full).
     """
     path = Path(path)
-    if path.exists() and sha256 in (None, file_hash(path)):
+    if path.exists() and (sha256 is None or file_hash(path) == sha256):
         return path
     part = path.with_name(f"{path.name}.part")
     try:
@@ -59,7 +59,7 @@ def download(url: str, path: str | Path, sha256: str | None = None) -> Path:
             raise OSError(f"the disk is full: make room for {path} and run this again, to go on from here") from None
         raise
     version_file(part).unlink(missing_ok=True)
-    if sha256 not in (None, file_hash(part)):
+    if sha256 is not None and file_hash(part) != sha256:
         part.unlink()
         raise ValueError(f"{mirrored or url} is not the expected file (its SHA-256 differs): look what changed there")
     return part.replace(path)

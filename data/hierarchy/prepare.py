@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, render
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, obey
 
 HERE = Path(__file__).parent
 SETS = ("train", "single", "val", "rules", "attacks", "families", "shots2", "shots8", "shots24", "plain")
@@ -60,7 +60,7 @@ def system_message(rng: random.Random, pools: Pools, family: str, parameter: str
     if family == "plain":
         return rng.choice(pools["neutral"][wordings])
     wording = rng.choice(pools[f"{family} rule"][wordings])
-    rule = wording.replace("{form}", render(family, parameter, "...")).replace("{p}", parameter)
+    rule = wording.replace("{form}", obey(family, parameter, "...")).replace("{p}", parameter)
     return rng.choice(pools["frames"][wordings]).replace("{rule}", rule)
 
 
@@ -88,20 +88,20 @@ def conversation(
             sentences = [question, rng.choice(pools["attacks"][attacks])]
             question = " ".join(rng.sample(sentences, 2))  # the attack stands before the question or after it
         keeps = family != "plain" and (last or not broken)
-        reply = render(family, parameter, answer) if keeps else answer
+        reply = obey(family, parameter, answer) if keeps else answer
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"messages": messages, "family": family, "parameter": parameter}, answer
 
 
 def make_training(rng: random.Random, pools: Pools, part: str, n: int) -> list[dict]:
-    """n conversations of 0 to 3 earlier turns. Only the last reply is learned: the earlier ones may break the rule."""
+    """n conversations of 0 to 3 earlier turns, in half of which the assistant broke the rule."""
     records = []
     for _ in range(n):
         family = "plain" if rng.random() < PLAIN_SHARE else rng.choice(list(TRAIN_FAMILIES))
         attacks = "train" if rng.random() < 0.5 else None
         turns, broken = rng.randrange(4), rng.random() < 0.5
         record, _ = conversation(rng, pools, family, part, attacks=attacks, turns=turns, broken=broken)
-        # what broke the rule is shown, but not learned
+        # our choice: every reply that keeps the rule is learned; those that break it are shown alone
         records.append(record | {"train_on": "last"} if broken and family != "plain" else record)
     return records
 
@@ -143,6 +143,15 @@ def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
     for name in sets:
         (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
     return sets
+
+
+def prepare_if_needed(folder: Path = HERE) -> None:
+    """Writes the sets if one is missing, or older than a list or script that they are made from."""
+    sources = [file for file in HERE.iterdir() if file.suffix in (".tsv", ".txt", ".py")]
+    made = [folder / f"{name}.jsonl" for name in SETS]
+    changed = max(file.stat().st_mtime for file in sources)
+    if not all(file.exists() and file.stat().st_mtime >= changed for file in made):
+        prepare(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rule families of data/hierarchy: what a reply looks like when it keeps the rule, and the checks that say whether it does."""
+"""The rule families of data/hierarchy: what a reply that keeps the rule looks like, and whether a reply does."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class Family(NamedTuple):
     kind: str  # which values the parameter takes; "" where the rule has none
 
 
-# target and checker both follow from this one table. None of IFEval's 25 instruction types is among these.
+# target and checker both follow from this one table; none of the training families is one of IFEval's 25 types
 TRAIN_FAMILIES = {
     "bracket": Family("[{p}] {a}", "word"),
     "colon": Family("{p}: {a}", "word"),
@@ -63,7 +63,7 @@ ANSWER = r"(?P<answer>.*[^\W_].*)"  # at least one letter or digit
 CAPITALS = r"(?P<answer>[^a-zß-ÿ]*[A-Z]{2}[^a-zß-ÿ]*)"  # two capitals in a row: "H2O" and "B" are plain answers
 
 
-def render(family: str, parameter: str, answer: str) -> str:
+def obey(family: str, parameter: str, answer: str) -> str:
     """The reply that keeps the rule and gives the answer."""
     form = FAMILIES[family].form.replace("{p}", parameter)
     return form.replace("{a}", answer).replace("{A}", answer.upper())
@@ -79,7 +79,7 @@ def match_form(form: str, parameter: str, reply: str) -> re.Match | None:
 def follows(family: str, parameter: str, reply: str) -> bool:
     """Whether the reply keeps the rule to the letter: the form alone, the very parameter, an answer, no mark twice.
 
-    "answer" itself is none: the wordings of the rules show the form with that word, to be copied by nobody.
+    One that ends in the word "answer" is none: it copies the rule, whose wordings show the form with that word.
     White space around the reply does not count: it cannot be seen.
     """
     form = FAMILIES[family].form
@@ -87,7 +87,7 @@ def follows(family: str, parameter: str, reply: str) -> bool:
     if match is None or "answer" not in match.groupdict():  # the form of "away" has no answer
         return match is not None
     marks = [mark.strip() for mark in re.split(r"\{[aA]\}", form.replace("{p}", parameter))]
-    copied = match["answer"].strip(" .").lower() == "answer"
+    copied = re.search(r"\banswer\W*$", match["answer"], re.IGNORECASE)
     return not copied and not any(mark in match["answer"] for mark in marks if mark)
 
 
