@@ -114,14 +114,19 @@ class Tokenizer:
 
 
 def unsupported(file: Path, what: str) -> ValueError:
+    """The error for what a tokenizer file asks for and we don't have."""
     return ValueError(f"{file}: {what} is not supported: use a Llama-3, Qwen or SmolLM2 checkpoint")
 
 
 def read_json(file: Path) -> dict:
+    """The object in a JSON file of a checkpoint. ValueError if it is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not whole ({error}): download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: download it again")
+    return content
 
 
 def find_template(path: Path) -> str | None:
@@ -142,6 +147,8 @@ def read_tokenizer_json(file: Path) -> tuple[dict[int, bytes], list[int], dict[s
     model, normalizer = spec.get("model") or {}, spec.get("normalizer") or {}
     if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or not spec.get("pre_tokenizer"):
         raise unsupported(file, "what is no byte-level BPE (Llama 2's SentencePiece, for one)")
+    if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
+        raise ValueError(f"{file} has no vocabulary or no merges: download it again")
     for name, value in model.items():
         if value and name not in ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk"):
             raise unsupported(file, f"the model's option {name} = {value!r}")

@@ -216,7 +216,10 @@ def shards(directory: Path) -> list[str]:
     """The names of a checkpoint's weight files. An index comes from strangers: it may name only files beside it."""
     if not (directory / INDEX).exists():
         return ["model.safetensors"]
-    names = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    try:
+        names = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{directory / INDEX} is no safetensors index: delete it and run this again") from None
     for name in names:
         if not re.fullmatch(r"\w[\w.-]*\.safetensors", name):
             raise ValueError(f"{directory / INDEX} names {name}, no file beside it: don't trust this checkpoint")

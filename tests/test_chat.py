@@ -366,3 +366,11 @@ def test_a_vocabulary_without_control_tokens_has_no_chat_format(tmp_path):
     tok = Tokenizer.from_pretrained(bytes_alone(["<|endoftext|>"], tmp_path))
     with pytest.raises(ValueError, match="neither ChatML nor Llama-3"):
         render(tok, say("u: Hi"))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel"}}', "{"])
+def test_a_tokenizer_file_without_what_it_needs_is_named_in_one_sentence(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
+        Tokenizer.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.chat import Tokenizer
-from eval import SETS, ask, load_sets, read_jsonl, show, summarize
+from eval import SETS, ask, load_sets, read_jsonl, show, summarize, write_jsonl
 from model import Transformer
 from tests.conftest import run
 
@@ -68,9 +68,15 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         read_jsonl(tmp_path / "x.jsonl")
 
 
+def test_replies_with_any_line_separator_of_unicode_are_read_back(tmp_path):
+    rows = [{"reply": f"a{separator}b"} for separator in "\u2028\u2029\x85\x0b\x0c\x1c\r\n"]
+    write_jsonl(tmp_path / "replies.jsonl", rows)
+    assert read_jsonl(tmp_path / "replies.jsonl") == rows
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--rescore", "data"], "replies.jsonl"), (["--adapter", "data"], "adapter.json"), (["--limit", "0"], "limit")],
+    [(["--rescore", "data"], "replies.jsonl"), (["--adapter", "data"], "adapter.json"), (["--limit", "0"], "limit"), (["--batch_tokens", "0"], "--batch_tokens")],
 )
 def test_a_bad_flag_is_one_sentence(flags, says):
     done = run("eval.py", *flags)

@@ -1,6 +1,7 @@
 """data/hierarchy: the checkers against examples written by hand, and the sets against what they promise to hold out."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 
 from data.hierarchy import prepare as module
-from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, rows
+from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain
 
 # family: (parameter, replies that keep the rule, replies that break it). The failing ones are, as far as the form has
@@ -241,6 +242,19 @@ def test_an_ordinary_answer_is_plain(reply):
 )  # fmt: skip
 def test_an_answer_with_marks_of_a_rule_is_not_plain(reply):
     assert not plain(reply)
+
+
+def test_every_answer_in_every_family_can_keep_the_rule():
+    """A prompt that no reply could win would lower every score."""
+    values = {"word": "maple", "name": "Mia", "number": "417", "time": "09:41", "version": "3.7", "code": "K47", "": ""}
+    answers = [answer for _, answer in rows("questions.tsv")]
+    cases = [(family, values[kind], a) for family, (_, kind) in FAMILIES.items() for a in answers]
+    assert [case for case in cases if not follows(case[0], case[1], obey(*case))] == []
+
+
+@pytest.mark.parametrize("reply", ["[maple] answer", "[maple] and then answer.", "[maple] followed by the answer."])
+def test_a_copy_of_the_rules_own_words_is_no_answer(reply):
+    assert not follows("bracket", "maple", reply)
 
 
 # ---- the lists
@@ -571,6 +585,16 @@ def test_no_training_target_is_what_one_of_ifevals_format_instructions_asks_for(
     signs += [r"(?i)^(section|paragraph) ", r"\A[^a-z]*[A-Z]{2}[^a-z]*\Z", r"\A[^A-Z]*[a-z]{2}[^A-Z]*\Z"]
     replies = [reply for *_, reply in targets(sets["train"])]
     assert [(sign, reply) for sign in signs for reply in replies if re.search(sign, reply, re.MULTILINE)] == []
+
+
+def test_sets_older_than_a_list_are_made_anew_and_younger_ones_are_kept(tmp_path):
+    prepare(tmp_path, seed=5)  # another seed tells the kept files from new ones
+    kept = read(tmp_path)
+    prepare_if_needed(tmp_path)
+    assert read(tmp_path) == kept
+    os.utime(tmp_path / "rules.jsonl", (0, 0))
+    prepare_if_needed(tmp_path)
+    assert read(tmp_path)["rules.jsonl"] != kept["rules.jsonl"]
 
 
 def test_a_training_conversation_is_short(smollm2, sets):

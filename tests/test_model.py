@@ -247,7 +247,7 @@ def test_loading_holds_no_second_copy_of_the_weights(dtype, tmp_path, llama):
     shutil.rmtree(big)
     weights, peak = map(int, output.split())
     assert weights > {"float32": 180e6, "bfloat16": 90e6}[dtype]
-    # measured: 1.02 and 1.10; the quarter is for one tensor in flight (16 MB) and the allocator. A second copy makes it 2
+    # measured 1.02 and 1.10: the quarter is for one tensor in flight (16 MB) and the allocator; a second copy makes 2
     assert peak < 1.25 * weights
 
 
@@ -366,6 +366,13 @@ def test_an_empty_prompt_is_refused_with_a_sentence(llama):
     with pytest.raises(ValueError) as error:
         Transformer.from_pretrained(llama[0]).generate([RAGGED[0], torch.tensor([], dtype=torch.long)])
     assert_one_sentence(error, "empty")
+
+
+@pytest.mark.parametrize("option, value", [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("max_new_tokens", 0)])
+def test_an_option_of_generate_out_of_range_is_refused_with_a_sentence(option, value, llama):
+    with pytest.raises(ValueError) as error:
+        Transformer.from_pretrained(llama[0]).generate(RAGGED, **{option: value})
+    assert_one_sentence(error, option, str(value))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_a_sentence(llama):

