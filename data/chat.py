@@ -284,6 +284,7 @@ def chatml_pieces(tok: Tokenizer, messages: list[dict], add_generation_prompt: b
         return [start, *tok.encode(role), *newline]
 
     pieces = []
+    # our choice: the template's default words are not the operator's, so that they are no SYSTEM
     if messages[0]["role"] != "system" and tok.default_system:
         pieces.append((header("system") + tok.encode(tok.default_system) + [end] + newline, TEMPLATE))
     for n, message in enumerate(messages, 1):

@@ -368,7 +368,10 @@ def test_an_empty_prompt_is_refused_with_a_sentence(llama):
     assert_one_sentence(error, "empty")
 
 
-@pytest.mark.parametrize("option, value", [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("max_new_tokens", 0)])
+OUT_OF_RANGE = [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("max_new_tokens", 0)]
+
+
+@pytest.mark.parametrize("option, value", OUT_OF_RANGE)
 def test_an_option_of_generate_out_of_range_is_refused_with_a_sentence(option, value, llama):
     with pytest.raises(ValueError) as error:
         Transformer.from_pretrained(llama[0]).generate(RAGGED, **{option: value})
