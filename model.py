@@ -377,6 +377,8 @@ class Transformer(nn.Module):
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
             if len(t):
                 loss = loss + recompute(chunk_loss, h, t, use_reentrant=False)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            loss.requires_grad_()  # no trainable block had a say: backward() is allowed, and reaches nothing
         return loss, len(targets)
 
     def generate(

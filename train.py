@@ -275,8 +275,7 @@ def main() -> None:
             for batch in chosen:
                 ids, system, targets = collate(batch, device)
                 loss, _ = model.loss(model(ids, system), targets)
-                if loss.requires_grad:  # a batch without any system token teaches CAL nothing
-                    (loss / n).backward()
+                (loss / n).backward()
                 total += loss.item()
             norm = torch.nn.utils.clip_grad_norm_(trainable, args.clip)
             if not math.isfinite(total) or not norm.isfinite():

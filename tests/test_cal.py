@@ -519,10 +519,10 @@ def test_a_batch_without_any_system_token_adds_nothing_to_the_gradient_of_others
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.inserted.named_parameters())
 
 
-def test_a_batch_without_any_system_token_has_no_graph_to_go_back_through():
-    # train.py asks loss.requires_grad before it calls backward
+def test_the_loss_of_a_batch_without_any_system_token_goes_back_to_no_parameter():
     model = trained()
-    assert not model.loss(model(IDS, torch.zeros_like(SYSTEM)), TARGETS)[0].requires_grad
+    model.loss(model(IDS, torch.zeros_like(SYSTEM)), TARGETS)[0].backward()
+    assert all(p.grad is None for p in model.parameters())
 
 
 # --- attach, save, load -------------------------------------------------------------------------------------------
