@@ -415,8 +415,6 @@ class Transformer(nn.Module):
         """generate, one token at a time: yields (row, id) as they come."""
         if not prompts:
             return
-        if any(len(p) == 0 for p in prompts):
-            raise ValueError("a prompt is empty: give at least one token")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         if temperature < 0 or not 0 < top_p <= 1:
@@ -428,9 +426,15 @@ class Transformer(nn.Module):
         ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
         system = torch.zeros(len(prompts), longest, dtype=torch.bool, device=device)
         for row, prompt in enumerate(prompts):  # right-padded
+            if len(prompt) == 0:
+                raise ValueError(f"prompt {row} is empty: give at least one token")
+            if systems is not None and len(systems[row]) != len(prompt):
+                raise ValueError(f"prompt {row} has {len(prompt)} ids, and {len(systems[row])} system flags beside them")
             ids[row, : len(prompt)] = torch.as_tensor(prompt)
             if systems is not None:
                 system[row, : len(prompt)] = torch.as_tensor(systems[row])
+        if ids.max() >= self.config.vocab_size:
+            raise ValueError(f"id {ids.max()} is not in the vocabulary of {self.config.vocab_size}: check the tokenizer")
         stops = torch.tensor(self.config.stop_ids if stop_ids is None else stop_ids, dtype=torch.long, device=device)
         generator = torch.Generator(device).manual_seed(seed)
         rows = torch.arange(len(prompts), device=device)  # the prompts that are still being answered

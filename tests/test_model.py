@@ -378,6 +378,21 @@ def test_an_option_of_generate_out_of_range_is_refused_with_a_sentence(option, v
     assert_one_sentence(error, option, str(value))
 
 
+def test_system_flags_of_another_length_than_the_prompt_are_refused_with_a_sentence(llama):
+    flags = [torch.zeros(len(prompt), dtype=torch.bool) for prompt in RAGGED]
+    flags[1] = flags[1][1:]
+    with pytest.raises(ValueError) as error:
+        Transformer.from_pretrained(llama[0]).generate(RAGGED, flags)
+    assert_one_sentence(error, "prompt 1", "system")
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_with_a_sentence(llama):
+    model = Transformer.from_pretrained(llama[0])
+    with pytest.raises(ValueError) as error:
+        model.generate([torch.tensor([0, model.config.vocab_size])])
+    assert_one_sentence(error, str(model.config.vocab_size), "vocabulary")
+
+
 def test_a_prompt_longer_than_the_context_is_refused_with_a_sentence(llama):
     with pytest.raises(ValueError) as error:
         Transformer.from_pretrained(llama[0]).generate([RAGGED[0], random_ids(257)], max_new_tokens=1)
@@ -503,7 +518,7 @@ def test_the_head_runs_on_the_targets_alone(llama):
 def test_no_target_is_a_loss_of_zero_over_zero_tokens(llama):
     model = Transformer.from_pretrained(llama[0])
     loss, n = model.loss(model(random_ids(2, 9)), torch.full((2, 9), -1))
-    assert (float(loss), int(n)) == (0.0, 0)
+    assert (loss.item(), int(n)) == (0.0, 0)
 
 
 def test_a_batch_without_any_target_adds_nothing_to_the_gradient_of_others(llama):
