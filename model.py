@@ -429,12 +429,12 @@ class Transformer(nn.Module):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {row} is empty: give at least one token")
             if systems is not None and len(systems[row]) != len(prompt):
-                raise ValueError(f"prompt {row} has {len(prompt)} ids, and {len(systems[row])} system flags beside them")
+                raise ValueError(f"prompt {row} has {len(prompt)} ids but {len(systems[row])} system flags: give as many")
             ids[row, : len(prompt)] = torch.as_tensor(prompt)
             if systems is not None:
                 system[row, : len(prompt)] = torch.as_tensor(systems[row])
         if ids.max() >= self.config.vocab_size:
-            raise ValueError(f"id {ids.max()} is not in the vocabulary of {self.config.vocab_size}: check the tokenizer")
+            raise ValueError(f"id {ids.max()} is beyond the vocabulary of {self.config.vocab_size}: take its tokenizer")
         stops = torch.tensor(self.config.stop_ids if stop_ids is None else stop_ids, dtype=torch.long, device=device)
         generator = torch.Generator(device).manual_seed(seed)
         rows = torch.arange(len(prompts), device=device)  # the prompts that are still being answered

@@ -41,7 +41,7 @@ def shared() -> Path:
 
 
 def package_file(requirement: str, member: str) -> Path:
-    """One file of a PyPI wheel, e.g. ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model"), kept in .cache/."""
+    """One file of a PyPI wheel, such as "llama_models/llama3/tokenizer.model" of "llama-models==0.3.0"; kept in .cache/."""
     target = ROOT / ".cache" / requirement / member
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

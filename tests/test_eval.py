@@ -76,7 +76,12 @@ def test_replies_with_any_line_separator_of_unicode_are_read_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--rescore", "data"], "replies.jsonl"), (["--adapter", "data"], "adapter.json"), (["--limit", "0"], "limit"), (["--batch_tokens", "0"], "--batch_tokens")],
+    [
+        (["--rescore", "data"], "replies.jsonl"),
+        (["--adapter", "data"], "adapter.json"),
+        (["--limit", "0"], "limit"),
+        (["--batch_tokens", "0"], "--batch_tokens"),
+    ],
 )
 def test_a_bad_flag_is_one_sentence(flags, says):
     done = run("eval.py", *flags)
@@ -86,4 +91,5 @@ def test_a_bad_flag_is_one_sentence(flags, says):
 def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
     (tmp_path / "replies.jsonl").write_text("kept\n")
     done = run("eval.py", "--out", tmp_path)
-    assert done.returncode != 0 and "already holds" in done.stderr and (tmp_path / "replies.jsonl").read_text() == "kept\n"
+    assert done.returncode != 0 and "already holds" in done.stderr
+    assert (tmp_path / "replies.jsonl").read_text() == "kept\n"

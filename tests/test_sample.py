@@ -110,6 +110,7 @@ def test_a_conversation_longer_than_the_context_is_one_sentence(tiny):
 
 @pytest.mark.parametrize("script", ["sample.py", "train.py", "eval.py"])
 def test_a_script_that_is_started_with_an_unknown_base_ends_in_one_line_and_no_traceback(script, tmp_path):
-    command = [sys.executable, script, "--base", "no such place", "--out", tmp_path / "out"]
-    done = subprocess.run(command[: 4 if script == "sample.py" else 6], capture_output=True, text=True, cwd=ROOT, check=False)
+    out = [] if script == "sample.py" else ["--out", tmp_path / "out"]
+    command = [sys.executable, script, "--base", "no such place", *out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1 and done.stderr.startswith(f"{script}: no such place") and done.stderr.count("\n") == 1

@@ -155,7 +155,7 @@ def test_a_finished_run_leaves_no_half_written_file(small_run):
 
 
 def test_the_first_loss_is_the_bases_own(small_run, tiny, tok):
-    """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (fp32: 1e-4 for another order of sums)."""
+    """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (1e-4: fp32 sums reordered)."""
     conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "train.jsonl", tok, 1024)
     batches = make_batches([len(c[0]) for c in conversations], 640, seed=0)
     (b,) = batches_of_step(0, len(batches), 1, seed=0)
@@ -208,7 +208,8 @@ def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, 
 
 def start(flags: tuple, until: Path, lines: int) -> subprocess.Popen:
     """A run in the background, returned once metrics.jsonl has so many lines."""
-    process = subprocess.Popen([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "train.py", *map(str, flags)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not (until.exists() and until.read_text().count("\n") >= lines):
         time.sleep(0.01)
     return process
@@ -296,7 +297,8 @@ def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tiny, tmp_path):
-    done = run("train.py", "--base", tiny, "--out", tmp_path / "o", "--no_eval", "--lr", "1e30", "--steps", "9", "--dtype", "fp32")
+    flags = ("--base", tiny, "--out", tmp_path / "o", "--no_eval", "--steps", 9, "--dtype", "fp32")
+    done = run("train.py", *flags, "--lr", "1e30")
     assert done.returncode != 0 and "lower --lr" in done.stderr
 
 
