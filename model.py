@@ -429,7 +429,7 @@ class Transformer(nn.Module):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {row} is empty: give at least one token")
             if systems is not None and len(systems[row]) != len(prompt):
-                raise ValueError(f"prompt {row} has {len(prompt)} ids but {len(systems[row])} system flags: give as many")
+                raise ValueError(f"prompt {row} has {len(prompt)} ids but {len(systems[row])} system flags beside")
             ids[row, : len(prompt)] = torch.as_tensor(prompt)
             if systems is not None:
                 system[row, : len(prompt)] = torch.as_tensor(systems[row])

@@ -4,6 +4,7 @@ Trains CAL blocks between the frozen layers of a pretrained model, by plain supe
     python train.py                                      SmolLM2-135M-Instruct on data/hierarchy, into out/cal
     python train.py --base Qwen/Qwen2.5-1.5B-Instruct    another base
     python train.py --resume                             go on with a run that was stopped
+    torchrun --nproc_per_node 8 train.py --accumulate 8  a step's batches, shared among eight GPUs
 
 The run's directory gets metrics.jsonl (a line a step), replies.jsonl (every reply of the evaluations before and after),
 results.json (their scores), and adapter.safetensors with adapter.json, which sample.py and eval.py load.
@@ -18,9 +19,11 @@ import random
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -126,6 +129,18 @@ def validate(model: Transformer, conversations: list[Conversation], batch_tokens
     return total / count
 
 
+def sum_over_processes(parameters: list[torch.nn.Parameter], numbers: list[float]) -> list[float]:
+    """Adds up every parameter's gradient, and some numbers, over all processes, in one all_reduce."""
+    # a process whose batches had no system token has no gradient: it adds zeros
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([g.flatten() for g in grads] + [torch.tensor(numbers, device=grads[0].device)])
+    dist.all_reduce(flat)
+    *grads, numbers = flat.split([p.numel() for p in parameters] + [len(numbers)])
+    for p, g in zip(parameters, grads):
+        p.grad = g.view_as(p)
+    return numbers.tolist()
+
+
 def peak_memory(device: str) -> float:
     """The most memory that this process has held, in GB: on the GPU if it runs there, else resident; 0 on Windows."""
     if device.startswith("cuda"):
@@ -174,15 +189,21 @@ def main() -> None:
         args.warmup = args.steps // 15
     if not 0 <= args.warmup < args.steps:
         raise ValueError(f"--warmup is {args.warmup}: it must be at least 0, and fewer than the {args.steps} steps")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("train.py runs in one process, not under torchrun: start it as python train.py")
+    # torchrun starts `world` of these processes; each has the whole frozen backbone, and the first alone writes
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    say = print if rank == 0 else lambda text: None
+    if args.accumulate % world:
+        raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
     device = args.device = pick_device(args.device)
+    if world > 1:
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+        dist.init_process_group(timeout=timedelta(hours=2))  # the others wait while the first evaluates
     dtype = pick_dtype(args.dtype, device)
     args.dtype = str(dtype).removeprefix("torch.")
 
     # the run's directory
     out = args.out or Path("out") / args.method
-    flags_file, checkpoint_file = out / "flags.json", out / "checkpoint.pt"
+    flags_file, checkpoint_file, replies_file = out / "flags.json", out / "checkpoint.pt", out / "replies.jsonl"
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
     if args.resume:
         if (out / "results.json").exists():
@@ -190,20 +211,20 @@ def main() -> None:
         started = json.loads(flags_file.read_text(encoding="utf-8")) if flags_file.exists() else flags
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
-    elif out.exists() and any(out.iterdir()):
+    elif rank == 0 and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(flags_file, flags)
 
     # the frozen backbone with its new blocks
+    if rank > 0:
+        dist.barrier()  # the first process downloads and prepares what is missing
     torch.manual_seed(args.seed)
     model, tok, path = load_base(args.base, device, dtype)
     source = weights_source(path)
     attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if trainable else None
-    print(f"base {args.base} ({source}) on {device} in {args.dtype}")
-    print(
+    say(f"base {args.base} ({source}) on {device} in {args.dtype}")
+    say(
         f"method {args.method}, {sum(p.numel() for p in trainable) / 1e6:.1f} M trainable parameters "
         f"beside {sum(p.numel() for p in model.parameters() if not p.requires_grad) / 1e6:.1f} M frozen ones"
         + (f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else "")
@@ -223,16 +244,21 @@ def main() -> None:
     validation = load_conversations(val_file, tok, max_tokens)[0] if val_file.exists() else []
     lengths = [len(ids) for ids, _, _ in conversations]
     batches = make_batches(lengths, args.batch_tokens, args.seed)
-    print(
+    say(
         f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches)} batches, "
         f"{sum(lengths) / len(lengths):.0f} tokens each on average "
         f"({dropped} left out: over {max_tokens} tokens, or without a reply)"
     )
 
+    tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(flags_file, flags)
+        if world > 1:
+            dist.barrier()
+
     # the base's replies, before any training
-    replies_file = out / "replies.jsonl"
     before: list[dict] = []
-    tests = [] if args.no_eval else load_sets(args.eval_limit)
     if replies_file.exists():  # a resumed run has them
         before = [row for row in read_jsonl(replies_file) if row["when"] == "before"]
     elif tests:
@@ -246,9 +272,9 @@ def main() -> None:
         first = saved["step"]
         model.inserted.load_state_dict(saved["adapter"])
         optimizer.load_state_dict(saved["optimizer"])
-    # the lines that a killed run wrote after its last checkpoint are written again
-    kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
-    write_whole(metrics_file, "".join(kept))
+    if rank == 0:  # the lines that a killed run wrote after its last checkpoint are written again
+        kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
+        write_whole(metrics_file, "".join(kept))
 
     stopping = False
 
@@ -258,8 +284,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, stop)  # Ctrl-C ends the step first
-    bar = tqdm(range(first, args.steps if trainable else 0), initial=first, total=args.steps, desc="train")
-    with metrics_file.open("a") as metrics:
+    steps = range(first, args.steps if trainable else 0)
+    bar = tqdm(steps, initial=first, total=args.steps, desc="train", disable=rank > 0)
+    with metrics_file.open("a") if rank == 0 else open(os.devnull, "w") as metrics:
         for step in bar:
             start = time.perf_counter()
             lr = learning_rate(step, args.steps, args.lr, args.warmup)
@@ -272,11 +299,14 @@ def main() -> None:
             # our choice: the step's loss is a mean over all its targets, however they are spread over its batches
             n = sum(int((targets >= 0).sum()) for batch in chosen for _, _, targets in batch)
             total = 0.0
-            for batch in chosen:
+            for batch in chosen[rank::world]:
                 ids, system, targets = collate(batch, device)
                 loss, _ = model.loss(model(ids, system), targets)
                 (loss / n).backward()
                 total += loss.item()
+            if world > 1:
+                total, stopped = sum_over_processes(trainable, [total, float(stopping)])
+                stopping = stopped > 0
             norm = torch.nn.utils.clip_grad_norm_(trainable, args.clip)
             if not math.isfinite(total) or not norm.isfinite():
                 raise ValueError(f"step {step} has loss {total / n}, gradient norm {norm}: lower --lr")
@@ -287,12 +317,12 @@ def main() -> None:
             seconds = time.perf_counter() - start
             row = {"step": step, "loss": total / n, "lr": lr, "tokens": tokens, "seconds": round(seconds, 4)}
             last = step + 1 == args.steps
-            if validation and (last or (step + 1) % args.val_every == 0):
+            if rank == 0 and validation and (last or (step + 1) % args.val_every == 0):
                 row["val_loss"] = validate(model, validation, args.batch_tokens, device)
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
             bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
-            if last or stopping or (step + 1) % args.save_every == 0:
+            if rank == 0 and (last or stopping or (step + 1) % args.save_every == 0):
                 # written beside and renamed: a run can die at any moment. Nothing is drawn at random after the blocks'
                 # first values, and the data's order follows from the step, so that this is all that the rest needs.
                 state = {"step": step + 1, "adapter": model.inserted.state_dict()}
@@ -302,6 +332,10 @@ def main() -> None:
                 bar.close()
                 sys.exit(f"stopped after step {step + 1}: the same command with --resume goes on from there")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if world > 1:
+        dist.destroy_process_group()
+    if rank > 0:
+        return
 
     # what came of it
     rows = read_jsonl(metrics_file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def test_a_finished_run_leaves_no_half_written_file(small_run):
 
 
 def test_the_first_loss_is_the_bases_own(small_run, tiny, tok):
-    """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (1e-4: fp32 sums reordered)."""
+    """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (1e-4: reordered sums)."""
     conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "train.jsonl", tok, 1024)
     batches = make_batches([len(c[0]) for c in conversations], 640, seed=0)
     (b,) = batches_of_step(0, len(batches), 1, seed=0)
@@ -253,6 +254,37 @@ def test_flags_are_compared_even_where_the_run_died_before_its_first_checkpoint(
     process.communicate()
     done = run("train.py", *flags, "--seed", 2, "--resume")
     assert done.returncode != 0 and "--seed" in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# several processes
+
+
+def launch(processes: int, *flags: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += ["train.py", *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["hierarchy", "one batch without a system message"])
+def test_two_processes_give_the_losses_of_one_on_the_same_batches(silent, tok, tiny, tmp_path):
+    """1e-5: the gradients of a step are added up in another order."""
+    flags = ["--base", tiny, "--steps", 5, "--accumulate", 2, "--no_eval", "--dtype", "fp32"]
+    if silent:  # two batches, of one kind each, so that every step has one in either process
+        records = [{"messages": TURNS[1:3]}] * 6 + [{"messages": TURNS}] * 6
+        flags += ["--data", write_data(tmp_path / "d", *records), "--batch_tokens", 6 * len(render(tok, TURNS)[0])]
+    assert run("train.py", *flags, "--out", tmp_path / "one").returncode == 0
+    done = launch(2, *flags, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    one, two = ([row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in ("one", "two"))
+    assert len(two) == 5 and two == pytest.approx(one, abs=1e-5)
+    assert len(set(one)) == 5  # something was learned, and summed
+
+
+def test_processes_that_do_not_divide_the_batches_of_a_step_are_a_sentence(tiny, tmp_path):
+    done = launch(2, "--base", tiny, "--accumulate", 3, "--out", tmp_path / "o")
+    assert done.returncode != 0 and "must be a multiple of the 2 processes" in done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
