@@ -17,7 +17,7 @@ from tqdm import tqdm
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from data.hierarchy.score import follows, plain
+from data.hierarchy.score import follows, plain, right
 from model import Transformer
 from sample import add_model_flags, load, prompt
 
@@ -65,11 +65,15 @@ def load_sets(limit: int | None = None) -> list[dict]:
     ]
 
 
-def follows_rule(example: dict, reply: str) -> bool:
-    """Whether the reply keeps the example's rule; where there is none, whether it is plain."""
-    if example["family"] == "plain":
-        return plain(reply)
-    return follows(example["family"], example["parameter"], reply)
+def judge(example: dict, reply: str) -> dict:
+    """
+    The example with its reply; "followed": whether it keeps the rule, or, where there is none, is plain; and "right":
+    whether the answer stands in it, whatever its form (None where the rule is not to answer).
+    """
+    family, parameter = example["family"], example["parameter"]
+    followed = plain(reply) if family == "plain" else follows(family, parameter, reply)
+    answered = None if family == "away" else right(example["answer"], reply)
+    return {**example, "reply": reply, "followed": followed, "right": answered}
 
 
 def ask(
@@ -77,7 +81,7 @@ def ask(
 ) -> list[dict]:
     """
     Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens.
-    Returns the examples in their order, each with its "reply" and whether it "followed" the rule.
+    Returns the examples in their order, each judged.
     """
     prompts = [prompt(tok, e["messages"]) for e in examples]
     order = sorted(range(len(examples)), key=lambda i: len(prompts[i][0]))
@@ -89,36 +93,40 @@ def ask(
             batch, order = order[-n:], order[:-n]
             ids, systems = zip(*(prompts[i] for i in batch))
             for i, new in zip(batch, model.generate(list(ids), list(systems), max_new_tokens, stop_ids=tok.stop_ids)):
-                text = tok.decode(new)
-                done[i] = {**examples[i], "reply": text, "followed": follows_rule(examples[i], text)}
+                done[i] = judge(examples[i], tok.decode(new))
             bar.update(len(batch))
     return done
 
 
 def summarize(rows: list[dict]) -> dict[str, dict]:
-    """By set: the share that followed, n, and the share's 95 % bootstrap interval (2,000 resamples, a fixed seed)."""
+    """
+    By set: the share that followed, n, the share's 95 % bootstrap interval (2,000 resamples, a fixed seed), and the
+    share of right answers among the rows that have one.
+    """
     table = {}
     for name in dict.fromkeys(row["set"] for row in rows):
-        followed = np.array([row["followed"] for row in rows if row["set"] == name], dtype=float)
+        of_set = [row for row in rows if row["set"] == name]
+        followed = np.array([row["followed"] for row in of_set], dtype=float)
+        right_share = np.mean([row["right"] for row in of_set if row["right"] is not None])
         resamples = np.random.default_rng(0).choice(followed, (2000, len(followed))).mean(axis=1)
         low, high = np.quantile(resamples, (0.025, 0.975))
-        table[name] = {"followed": followed.mean(), "n": len(followed), "low": low, "high": high}
+        table[name] = {"followed": followed.mean(), "n": len(followed), "low": low, "high": high, "right": right_share}
     return table
 
 
 def show(tables: dict[str, dict[str, dict]]) -> str:
-    """A Markdown table: a row a test set, a column an entry of tables (summarize's results by name)."""
+    """
+    A Markdown table: a row a test set; for each entry of tables (summarize's results by name) a column of what kept
+    the rule and one of what was right.
+    """
     sets = list(dict.fromkeys(name for table in tables.values() for name in table))
-    lines = ["| set | n | " + " | ".join(tables) + " |", "|---|---|" + "---|" * len(tables)]
+    columns = [f"{what}, {when}" for what in ("kept", "right") for when in tables]
+    lines = ["| set | n | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
     for name in sets:
-        cells = [
-            f"{100 * t[name]['followed']:.0f} % ({100 * t[name]['low']:.0f} to {100 * t[name]['high']:.0f})"
-            if name in t
-            else ""
-            for t in tables.values()
-        ]
-        n = next(t[name]["n"] for t in tables.values() if name in t)
-        lines.append(f"| {name} | {n} | " + " | ".join(cells) + " |")
+        rows = [table[name] for table in tables.values()]
+        cells = [f"{row['followed']:.0%} ({100 * row['low']:.0f} to {100 * row['high']:.0f})" for row in rows]
+        cells += [f"{row['right']:.0%}" for row in rows]
+        lines.append(f"| {name} | {rows[0]['n']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -127,7 +135,7 @@ def rescore(folder: Path) -> dict[str, dict[str, dict]]:
     file = folder / "replies.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no replies.jsonl: give the directory of a run")
-    rows = [{**row, "followed": follows_rule(row, row["reply"])} for row in read_jsonl(file)]
+    rows = [judge(row, row["reply"]) for row in read_jsonl(file)]
     return {when: summarize([r for r in rows if r["when"] == when]) for when in dict.fromkeys(r["when"] for r in rows)}
 
 

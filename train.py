@@ -199,7 +199,7 @@ def main() -> None:
         device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
         dist.init_process_group(timeout=timedelta(hours=2))  # the others wait while the first evaluates
     dtype = pick_dtype(args.dtype, device)
-    args.dtype = str(dtype).removeprefix("torch.")
+    args.dtype = "bf16" if dtype == torch.bfloat16 else "fp32"
 
     # the run's directory
     out = args.out or Path("out") / args.method

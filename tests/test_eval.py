@@ -13,7 +13,7 @@ from tests.conftest import run
 
 
 def verdicts(name: str, followed: int, n: int) -> list[dict]:
-    return [{"set": name, "followed": i < followed} for i in range(n)]
+    return [{"set": name, "followed": i < followed, "right": i % 4 == 0} for i in range(n)]
 
 
 def test_summarize_counts_each_set_by_itself():
@@ -52,14 +52,21 @@ def test_an_evaluation_keeps_replies_that_rescore_recounts_to_the_same_table(tin
 
 
 def test_rescore_judges_the_replies_and_does_not_trust_the_kept_verdicts(tmp_path):
-    row = {"when": "base", "set": "rules", "family": "bracket", "parameter": "maple", "reply": "[maple] Paris"}
-    (tmp_path / "replies.jsonl").write_text(json.dumps(row | {"followed": False}) + "\n")
-    assert "| rules | 1 | 100 %" in run("eval.py", "--rescore", tmp_path).stdout
+    row = {"when": "base", "set": "rules", "family": "bracket", "parameter": "maple", "answer": "Paris"}
+    row |= {"reply": "[maple] Paris", "followed": False, "right": False}
+    (tmp_path / "replies.jsonl").write_text(json.dumps(row) + "\n")
+    assert "| rules | 1 | 100% (100 to 100) | 100% |" in run("eval.py", "--rescore", tmp_path).stdout
 
 
 def test_show_puts_every_table_into_one_row_a_set():
     table = show({"before": summarize(verdicts("rules", 1, 4)), "after": summarize(verdicts("rules", 3, 4))})
-    assert table.splitlines()[0] == "| set | n | before | after |" and "25 %" in table and "75 %" in table
+    assert table.splitlines()[0] == "| set | n | kept, before | kept, after | right, before | right, after |"
+    assert table.splitlines()[2].startswith("| rules | 4 | 25% (") and table.splitlines()[2].endswith("| 25% | 25% |")
+
+
+def test_a_rule_not_to_answer_does_not_count_among_the_right_answers():
+    rows = [{"set": "rules", "followed": True, "right": right} for right in (True, False, None, None)]
+    assert summarize(rows)["rules"]["right"] == 0.5
 
 
 def test_a_damaged_line_is_named(tmp_path: Path):

@@ -14,7 +14,7 @@ import tokenizers
 
 from data.hierarchy import prepare as module
 from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain, right
 
 # family: (parameter, replies that keep the rule, replies that break it). The failing ones are, as far as the form has
 # such a thing: the plain answer, another parameter, the wrong case, the parameter inside another word, a missing or
@@ -238,7 +238,7 @@ def test_an_ordinary_answer_is_plain(reply):
 @pytest.mark.parametrize(
     "reply",
     ["", " ", "...", "[Paris]", "[zebra] Paris", "Answer: Paris", "```\nParis\n```", "# Paris", "@Zed Paris", "> Paris",
-     "<b>Paris</b>", "Hello there, it is Paris.", "f(Paris)", "v1.0 Paris", "Paris\n-- Zed", "Paris ~zebra", "PARIS"],
+     "To:Zed\nParis", "zebra:Paris", "<b>Paris</b>", "Hello there, it is Paris.", "f(Paris)", "v1.0 Paris", "Paris\n-- Zed", "Paris ~zebra", "PARIS"],
 )  # fmt: skip
 def test_an_answer_with_marks_of_a_rule_is_not_plain(reply):
     assert not plain(reply)
@@ -255,6 +255,16 @@ def test_every_answer_in_every_family_can_keep_the_rule():
 @pytest.mark.parametrize("reply", ["[maple] answer", "[maple] and then answer.", "[maple] followed by the answer."])
 def test_a_copy_of_the_rules_own_words_is_no_answer(reply):
     assert not follows("bracket", "maple", reply)
+
+
+@pytest.mark.parametrize("reply", ["Paris", "[maple] Paris", "maple(Paris)", "It is PARIS.", "<maple>paris</maple>"])
+def test_an_answer_is_right_whatever_the_form_around_it(reply):
+    assert right("Paris", reply)
+
+
+@pytest.mark.parametrize("reply", ["", "Rome", "Parisian", "[maple]", "Pa ris"])
+def test_an_answer_that_does_not_stand_in_the_reply_is_not_right(reply):
+    assert not right("Paris", reply)
 
 
 # ---- the lists

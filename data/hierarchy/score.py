@@ -92,6 +92,15 @@ def follows(family: str, parameter: str, reply: str) -> bool:
 
 
 def plain(reply: str) -> bool:
-    """Whether the reply has no rule's form, whatever the parameter, and no other mark in front of its first word."""
+    """
+    Whether the reply has no rule's form, whatever the parameter and with or without its spaces, and no other mark in
+    front of its first word. It says nothing of the answer: right() does.
+    """
     reply = reply.strip()
-    return reply[:1].isalnum() and not any(match_form(form, KINDS[kind], reply) for form, kind in FAMILIES.values())
+    forms = [(form.replace(" ", spaces), kind) for form, kind in FAMILIES.values() for spaces in (" ", "")]
+    return reply[:1].isalnum() and not any(match_form(form, KINDS[kind], reply) for form, kind in forms)
+
+
+def right(answer: str, reply: str) -> bool:
+    """Whether the answer stands in the reply, as whole words, in capitals or not."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
