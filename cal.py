@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
+from model import Config, RMSNorm, Transformer, attend, read_json, rope_tables, rotate
 
 METHODS = ("cal", "none")
 
@@ -190,8 +190,19 @@ def attach(
         for b in PLACEMENTS[placement](model.config.n_layers):
             model.inserted[str(b)] = CrossAttentionLayer(model.config, rope, ffn, scale)
     model.inserted.to(model.embed_tokens.weight.device)  # made on the CPU: a seed gives the same blocks everywhere
-    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": ffn}
+    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn)}
     return model
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Writes beside and renames, so that the file is never half there. OSError says which file, and why not."""
+    part = file.with_name(f"{file.name}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{file} can't be written ({error.strerror}): make room for it, and run this again") from None
 
 
 def base_config(model: Transformer) -> dict:
@@ -202,15 +213,13 @@ def base_config(model: Transformer) -> dict:
 def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     """
     Writes adapter.safetensors (the blocks, fp32) and adapter.json (how they were attached, the base's config, and
-    info) into the directory path. Each file is written beside and renamed, so that none is ever half there.
+    info) into the directory path.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     about = {**model.adapter, "base_config": base_config(model), **info}
-    (path / "adapter.safetensors.part").write_bytes(save(model.inserted.state_dict()))
-    (path / "adapter.safetensors.part").replace(path / "adapter.safetensors")
-    (path / "adapter.json.part").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    (path / "adapter.json.part").replace(path / "adapter.json")
+    write_whole(path / "adapter.safetensors", save(model.inserted.state_dict()))
+    write_whole(path / "adapter.json", json.dumps(about, indent=1) + "\n")
 
 
 def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Transformer:
@@ -238,11 +247,8 @@ def adapter_info(path: str | Path) -> dict:
     for name in ("adapter.json", "adapter.safetensors"):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} holds no {name}: give a directory that train.py wrote (--out)")
-    file = path / "adapter.json"
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}): copy it again or train anew") from None
-    if lacking := {"method", "placement", "rope", "ffn", "base_config"} - about.keys():
-        raise ValueError(f"{file} lacks {', '.join(sorted(lacking))}: copy it again or train anew")
+    about = read_json(path / "adapter.json")
+    types = {"method": str, "placement": str, "rope": bool, "ffn": float, "base_config": dict}
+    if wrong := [name for name, kind in types.items() if not isinstance(about.get(name), kind)]:
+        raise ValueError(f"{path / 'adapter.json'} lacks {', '.join(wrong)}: copy it again or train anew")
     return about

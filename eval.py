@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from cal import write_whole
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
@@ -29,20 +30,13 @@ SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "
 def read_jsonl(file: Path) -> list[dict]:
     """The records of a JSONL file. ValueError names the line that is damaged."""
     records = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                records.append(json.loads(line))
-            except ValueError as error:
+                records += [json.loads(line)] if line.strip() else []
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
     return records
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes beside and renames, so that the file is never half there."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 def write_jsonl(file: Path, records: list[dict]) -> None:
@@ -135,7 +129,10 @@ def rescore(folder: Path) -> dict[str, dict[str, dict]]:
     file = folder / "replies.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no replies.jsonl: give the directory of a run")
-    rows = [judge(row, row["reply"]) for row in read_jsonl(file)]
+    try:
+        rows = [judge(row, row["reply"]) for row in read_jsonl(file)]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None
     return {when: summarize([r for r in rows if r["when"] == when]) for when in dict.fromkeys(r["when"] for r in rows)}
 
 
@@ -156,8 +153,8 @@ def main() -> None:
     if args.batch_tokens < 1:
         raise ValueError(f"--batch_tokens is {args.batch_tokens}: it must be at least 1")
     if args.out:
-        if (args.out / "replies.jsonl").exists():
-            raise ValueError(f"{args.out} already holds replies: give another --out, or delete it")
+        if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+            raise ValueError(f"{args.out} already holds something: give another --out, or delete it")
         args.out.mkdir(parents=True, exist_ok=True)
 
     model, tok, path = load(args)
@@ -173,5 +170,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")
     except (ValueError, OSError) as error:
         sys.exit(f"eval.py: {error}")

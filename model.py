@@ -85,9 +85,15 @@ class Config:
                 qk_norm=family == "qwen3",
                 stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
             )
+            sizes = "vocab_size hidden_size intermediate_size n_layers n_heads n_kv_heads head_dim max_positions"
+            for name in sizes.split():
+                if type(value := getattr(config, name)) is not int or not 0 < value < 2**24:
+                    raise ValueError(f"{path} gives {value!r} for {name}: it must be a whole number above 0")
             rope_frequencies(config)  # an unknown rope type is an error here, before any weight is read
         except KeyError as error:
             raise ValueError(f"{path} lacks the key {error}: it is not a complete model config") from None
+        except (TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"{path} has a value of the wrong kind ({error}): download the checkpoint again") from None
         return config
 
 
@@ -95,10 +101,10 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file of a checkpoint. ValueError if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): download the checkpoint again") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): get that file again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object: download the checkpoint again")
+        raise ValueError(f"{path} holds no JSON object: get that file again")
     return content
 
 
@@ -339,6 +345,8 @@ class Transformer(nn.Module):
         final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
         tokens continue its rows. ValueError if a row would pass the context length.
         """
+        if system is not None and (system.shape != ids.shape or system.dtype != torch.bool):
+            raise ValueError(f"system is {system.dtype} of {tuple(system.shape)}: give bool of {tuple(ids.shape)}")
         T = ids.shape[1]
         tokens, context = T + (cache.used if cache else 0), self.config.max_positions
         if tokens > context:
@@ -417,7 +425,7 @@ class Transformer(nn.Module):
             return
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-        if temperature < 0 or not 0 < top_p <= 1:
+        if not temperature >= 0 or not 0 < top_p <= 1:
             raise ValueError(f"temperature is {temperature}, top_p {top_p}: give at least 0, and one in (0, 1]")
         weight = self.embed_tokens.weight
         device, context = weight.device, self.config.max_positions

@@ -8,6 +8,7 @@ One reply, or a chat in the terminal:
 """
 
 import argparse
+import math
 import shutil
 import sys
 from itertools import zip_longest
@@ -49,6 +50,8 @@ def pick_device(name: str | None) -> str:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
+        if name.split(":")[0] not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("not one of cuda, mps and cpu")
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} can't be used here ({str(error).splitlines()[0]}): try cpu") from None
@@ -82,6 +85,8 @@ def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, 
 
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
     """load_base for add_model_flags' flags, with the adapter attached if there is one."""
+    if not math.isfinite(args.scale):
+        raise ValueError(f"--scale is {args.scale}: give a number")
     base = args.base or (adapter_info(args.adapter).get("base") if args.adapter else None) or BASE
     device = pick_device(args.device)
     model, tok, path = load_base(base, device, pick_dtype(args.dtype, device))
@@ -116,7 +121,7 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
 def both(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace) -> str:
     """Prints the base's reply (the blocks at scale 0) and the adapter's side by side; returns the adapter's."""
     columns = []
-    width = shutil.get_terminal_size().columns // 2 - 2
+    width = max(8, shutil.get_terminal_size().columns // 2 - 2)
     for name, scale in (("base", 0.0), ("adapter", args.scale)):
         for block in model.inserted.values():
             block.scale = scale
@@ -152,7 +157,11 @@ def main() -> None:
     print("A chat: an empty line ends it.")
     while line := input("\n> "):
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": answer(model, tok, messages, args)})
+        try:
+            messages.append({"role": "assistant", "content": answer(model, tok, messages, args)})
+        except ValueError as error:  # this line can't be answered, but the chat goes on
+            messages.pop()
+            print(error)
 
 
 if __name__ == "__main__":

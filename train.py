@@ -11,9 +11,11 @@ results.json (their scores), and adapter.safetensors with adapter.json, which sa
 """
 
 import argparse
+import io
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import signal
@@ -27,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from cal import METHODS, PLACEMENTS, attach, save_adapter
+from cal import METHODS, PLACEMENTS, attach, save_adapter, write_whole
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_json, write_jsonl, write_whole
-from model import Transformer
+from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
+from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
 Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
@@ -45,7 +47,9 @@ def tokenize(tok: Tokenizer, record: dict) -> Conversation:
     """One conversation. Its targets are the assistant's tokens, of the last reply alone where "train_on" is "last"."""
     ids, roles = render(tok, record["messages"])
     learn = [role == ASSISTANT for role in roles]
-    if record.get("train_on") == "last" and any(learn):
+    if record.get("train_on", "last") != "last":
+        raise ValueError(f'"train_on" is {record["train_on"]!r}: it can only be "last", or left out')
+    if "train_on" in record and any(learn):
         end = len(learn) - learn[::-1].index(True)
         start = end - learn[:end][::-1].index(False)
         learn[:start] = [False] * start
@@ -183,8 +187,8 @@ def main() -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     for name in ("lr", "clip", "cal_ffn"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be a number above 0")
     if args.warmup is None:
         args.warmup = args.steps // 15
     if not 0 <= args.warmup < args.steps:
@@ -203,12 +207,16 @@ def main() -> None:
 
     # the run's directory
     out = args.out or Path("out") / args.method
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: give a directory")
     flags_file, checkpoint_file, replies_file = out / "flags.json", out / "checkpoint.pt", out / "replies.jsonl"
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
     if args.resume:
         if (out / "results.json").exists():
             raise ValueError(f"the run in {out} is complete: nothing to resume")
-        started = json.loads(flags_file.read_text(encoding="utf-8")) if flags_file.exists() else flags
+        if out.exists() and any(out.iterdir()) and not flags_file.exists():
+            raise ValueError(f"{out} holds no run to resume: leave --resume out, or give the run's --out")
+        started = read_json(flags_file) if flags_file.exists() else flags  # it died before it began: start
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
     elif rank == 0 and out.exists() and any(out.iterdir()):
@@ -268,12 +276,17 @@ def main() -> None:
     # where to start
     first, metrics_file = 0, out / "metrics.jsonl"
     if checkpoint_file.exists():
-        saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
-        first = saved["step"]
-        model.inserted.load_state_dict(saved["adapter"])
-        optimizer.load_state_dict(saved["optimizer"])
+        try:
+            saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
+            first = saved["step"]
+            model.inserted.load_state_dict(saved["adapter"])
+            optimizer.load_state_dict(saved["optimizer"])
+        except (EOFError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
+            raise ValueError(f"{checkpoint_file} is damaged: delete it, and --resume starts the run again") from None
     if rank == 0:  # the lines that a killed run wrote after its last checkpoint are written again
         kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
+        if len(kept) < first:
+            raise ValueError(f"{metrics_file} lacks steps before {first}: delete {out} and start again")
         write_whole(metrics_file, "".join(kept))
 
     stopping = False
@@ -323,11 +336,13 @@ def main() -> None:
             metrics.flush()
             bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
             if rank == 0 and (last or stopping or (step + 1) % args.save_every == 0):
-                # written beside and renamed: a run can die at any moment. Nothing is drawn at random after the blocks'
-                # first values, and the data's order follows from the step, so that this is all that the rest needs.
-                state = {"step": step + 1, "adapter": model.inserted.state_dict()}
-                torch.save(state | {"optimizer": optimizer.state_dict()}, checkpoint_file.with_suffix(".part"))
-                checkpoint_file.with_suffix(".part").replace(checkpoint_file)
+                if not all(p.isfinite().all() for p in trainable):
+                    raise ValueError(f"a weight is not finite after step {step}: lower --lr")
+                # a run can die at any moment, and this is all that its rest needs: nothing is drawn at random after
+                # the blocks' first values, and the data's order follows from the step
+                state = {"step": step + 1, "adapter": model.inserted.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, buffer := io.BytesIO())
+                write_whole(checkpoint_file, buffer.getvalue())
             if stopping:
                 bar.close()
                 sys.exit(f"stopped after step {step + 1}: the same command with --resume goes on from there")

@@ -70,9 +70,12 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> "Tokenizer":
         """Reads tokenizer.json, else Llama-3's tokenizer.model, and the chat template of a checkpoint directory."""
         path = Path(path)
-        template = find_template(path)
-        if (path / "tokenizer.json").is_file():
-            return cls(*read_tokenizer_json(path / "tokenizer.json"), template)
+        try:
+            template = find_template(path)
+            if (path / "tokenizer.json").is_file():
+                return cls(*read_tokenizer_json(path / "tokenizer.json"), template)
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"the tokenizer files in {path} are damaged ({error!r}): download them again") from None
         if (path / "tokenizer.model").is_file():
             # our choice: Llama-3 and 3.1 share this file; where no template tells which it is, no dates are written
             return cls(*read_tokenizer_model(path / "tokenizer.model"), template or "")

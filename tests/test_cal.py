@@ -616,6 +616,24 @@ def test_a_damaged_adapter_gets_a_sentence_that_names_the_file(damage, file, tmp
     assert_one_sentence(error, file)
 
 
+@pytest.mark.parametrize("name", ["method", "placement", "rope", "ffn", "base_config"])
+@pytest.mark.parametrize("value", [None, 5, [], {"a": 1}])
+def test_an_adapter_with_a_value_of_the_wrong_kind_is_refused_with_its_name(name, value, tmp_path):
+    save_adapter(trained(), tmp_path)
+    about = json.loads((tmp_path / "adapter.json").read_text()) | {name: value}
+    (tmp_path / "adapter.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError) as error:
+        load_adapter(base(), tmp_path)
+    assert_one_sentence(error, "differ" if (name, value) == ("base_config", {"a": 1}) else name)
+
+
+@pytest.mark.parametrize("system", [SYSTEM[:1], SYSTEM[:, 1:], SYSTEM.long(), SYSTEM[0]], ids=str)
+def test_system_flags_of_another_shape_or_kind_are_refused_with_a_sentence(system):
+    with pytest.raises(ValueError) as error:
+        trained()(IDS, system)
+    assert_one_sentence(error, "system is", "(3, 20)")
+
+
 def test_an_adapter_that_lacks_a_tensor_is_refused_with_its_name(tmp_path):
     model = trained()
     del model.inserted["7"].q_proj

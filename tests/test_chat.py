@@ -368,9 +368,21 @@ def test_a_vocabulary_without_control_tokens_has_no_chat_format(tmp_path):
         render(tok, say("u: Hi"))
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel"}}', "{"])
+MALFORMED = [
+    "[]",
+    "{}",
+    "{",
+    '{"model": "x", "pre_tokenizer": {"type": "ByteLevel"}}',
+    '{"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel"}}',
+    '{"model": {"vocab": {"a": 0}, "merges": [5]}, "pre_tokenizer": {"type": "ByteLevel"}}',
+    '{"model": {"vocab": {"a": 0}, "merges": []}, "pre_tokenizer": {}}',
+    '{"model": {"vocab": {"a": 0}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": [{}]}',
+]
+
+
+@pytest.mark.parametrize("content", MALFORMED)
 def test_a_tokenizer_file_without_what_it_needs_is_named_in_one_sentence(content, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
+    with pytest.raises(ValueError, match="tokenizer") as error:
         Tokenizer.from_pretrained(tmp_path)
-    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

@@ -95,6 +95,25 @@ def test_a_bad_flag_is_one_sentence(flags, says):
     assert done.returncode != 0 and says in done.stderr
 
 
+def test_jsonl_of_other_editors_is_read(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}\r\n')  # a byte order mark, a blank line
+    assert read_jsonl(tmp_path / "x.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe\xff", b"[" * 100_000])
+def test_a_line_that_is_no_json_at_all_is_named(line, tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl line 2"):
+        read_jsonl(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("row", ["[]", "5", "{}", '{"reply": 5}', '{"reply": "x", "family": "no such", "parameter": ""}'])
+def test_replies_that_are_none_are_one_sentence(row, tmp_path):
+    (tmp_path / "replies.jsonl").write_text(row + "\n")
+    done = run("eval.py", "--rescore", tmp_path)
+    assert done.returncode != 0 and "replies.jsonl" in done.stderr
+
+
 def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
     (tmp_path / "replies.jsonl").write_text("kept\n")
     done = run("eval.py", "--out", tmp_path)

@@ -74,6 +74,12 @@ def test_a_chat_streams_the_reply_that_one_call_gives(tiny):
     assert ask("--base", tiny, "--user", QUESTION).strip() in chat
 
 
+def test_a_chat_goes_on_after_a_line_that_does_not_fit_the_context(tiny):
+    flags = ("--base", tiny, "--max_new_tokens", 2, "--dtype", "fp32")
+    done = run("sample.py", *flags, input="word " * 9000 + "\nHello\n\n")
+    assert done.returncode == 0 and "context" in done.stdout and done.stdout.count("\n> ") == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -81,7 +87,9 @@ def test_a_chat_streams_the_reply_that_one_call_gives(tiny):
         (["--both"], "--adapter"),
         (["--base", "data"], "config.json"),
         (["--device", "abacus"], "abacus"),
+        (["--device", "meta"], "meta"),
         (["--dtype", "int3"], "int3"),
+        (["--adapter", "data", "--scale", "nan"], "--scale"),
         (["--temperature", "-1"], "temperature"),
         (["--top_p", "0"], "top_p"),
         (["--max_new_tokens", "0"], "max_new_tokens"),

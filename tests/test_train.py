@@ -1,8 +1,10 @@
 """train.py: what is learned from, in which order, and what a run leaves behind."""
 
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from cal import attach
+from cal import attach, write_whole
 from data.chat import Tokenizer, render
 from eval import judge, read_jsonl
 from model import Transformer
@@ -256,6 +259,44 @@ def test_flags_are_compared_even_where_the_run_died_before_its_first_checkpoint(
     assert done.returncode != 0 and "--seed" in done.stderr
 
 
+def test_resume_leaves_a_folder_alone_that_holds_no_run(tiny, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    done = run("train.py", "--base", tiny, "--out", tmp_path, "--resume")
+    assert done.returncode != 0 and "holds no run" in done.stderr
+    assert [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", "cut"])
+def test_a_damaged_checkpoint_is_one_sentence(content, tiny, tmp_path):
+    flags = ("--base", tiny, "--no_eval", "--dtype", "fp32", "--save_every", 1, "--steps", 500, "--out", tmp_path / "r")
+    process = start(flags, tmp_path / "r" / "metrics.jsonl", lines=3)
+    process.kill()
+    process.communicate()
+    file = tmp_path / "r" / "checkpoint.pt"
+    file.write_bytes(file.read_bytes()[:-1000] if content == "cut" else content)
+    done = run("train.py", *flags, "--resume")
+    assert done.returncode != 0 and "checkpoint.pt is damaged" in done.stderr
+
+
+def test_a_mistake_before_the_run_begins_leaves_no_directory_behind(tiny, tmp_path):
+    assert run("train.py", "--base", tiny, "--out", tmp_path / "o", "--data", "no_such_data").returncode != 0
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+    write_whole(file, "old")
+
+    def full(part: Path, data: bytes) -> None:
+        part.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"results\.json can't be written \(No space left on device\)"):
+        write_whole(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # several processes
 
@@ -299,6 +340,7 @@ def test_processes_that_do_not_divide_the_batches_of_a_step_are_a_sentence(tiny,
         ([{"messages": [*TURNS[1:3], TURNS[0]]}], "system"),
         ([{"messages": [{"role": "narrator", "content": "x"}]}], "narrator"),
         ([{"text": "no messages"}], "messages"),
+        ([{"messages": TURNS, "train_on": "first"}], "train_on"),
     ],
 )
 def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
@@ -315,6 +357,9 @@ def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
         (["--placement", "nowhere"], "late8th"),
         (["--steps", "0"], "--steps"),
         (["--clip", "-1"], "--clip"),
+        (["--clip", "nan"], "--clip"),
+        (["--lr", "inf"], "--lr"),
+        (["--device", "meta"], "meta"),
         (["--cal_ffn", "0"], "--cal_ffn"),
         (["--warmup", "400"], "--warmup"),
         (["--device", "abacus"], "abacus"),
@@ -328,10 +373,14 @@ def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
     assert done.returncode != 0 and says in done.stderr
 
 
-def test_a_loss_that_is_not_finite_stops_with_a_sentence(tiny, tmp_path):
-    flags = ("--base", tiny, "--out", tmp_path / "o", "--no_eval", "--steps", 9, "--dtype", "fp32")
-    done = run("train.py", *flags, "--lr", "1e30")
+def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(tiny, tmp_path):
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, broken / "model.safetensors")
+    done = run("train.py", "--base", broken, "--out", tmp_path / "o", "--no_eval", "--steps", 9)
     assert done.returncode != 0 and "lower --lr" in done.stderr
+    assert not (tmp_path / "o" / "adapter.safetensors").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,10 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=HERE, help="the folder that the .jsonl files go to")
     args = parser.parse_args()
     print("set       conversations  mean characters")
-    for name, records in prepare(args.out, args.seed).items():
+    try:
+        sets = prepare(args.out, args.seed)
+    except OSError as error:
+        raise SystemExit(f"the sets can't be written ({error}): give another --out") from None
+    for name, records in sets.items():
         characters = sum(len(message["content"]) for record in records for message in record["messages"])
         print(f"{name:<10}{len(records):>13}{characters / len(records):>17.0f}")
