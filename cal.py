@@ -30,7 +30,7 @@ METHODS = ("cal", "none")
 def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     """
     From system, bool (B, T), True on the system prompt's tokens: positions (B, S), where each row's system tokens
-    stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with masked zeros.
+    stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with position 0, masked.
     """
     # our choice: one formula, token i sees system token j  iff  j <= i
     #   before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
@@ -108,7 +108,7 @@ class CrossAttentionLayer(nn.Module):
             prompt = self.norm1(x.gather(1, where[:, :, None].expand(-1, -1, D)))  # (B, S, D)
             k, v = self.heads(self.k_proj(prompt), where), self.heads(self.v_proj(prompt))  # (B, K, S, C)
             if cache is not None and not torch.is_grad_enabled():
-                cache.update(k=k, v=v, real=mask[:, -1])  # the last token sees every real one
+                cache.update(k=k, v=v, real=mask[:, -1])  # nothing comes after the last slot: it sees all
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
             return x
         if positions is None:
@@ -146,7 +146,7 @@ def span(first: int, last: int, L: int) -> list[int]:
 
 def eighth(L: int) -> int:
     """How many boundaries late8th has; its controls have as many."""
-    return L + 1 - 7 * L // 8
+    return L + 1 - (7 * L) // 8
 
 
 # our choice: boundary b is "after layer b", 1..L; each placement gives the boundaries for a backbone of L layers

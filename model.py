@@ -253,7 +253,7 @@ class Cache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.positions = torch.zeros(batch, dtype=torch.long, device=device)  # where each row writes next
-        self.used = 0  # slots that any row has written
+        self.used = 0  # no row has written at or beyond this slot
         self.slots = self.mask = None  # of the tokens that are being written: where, and what each may read
         self.inserted: dict[str, dict[str, Tensor]] = {}  # what each inserted block keeps, by boundary
 
@@ -263,7 +263,8 @@ class Cache:
             raise RuntimeError("a cache holds no gradients: call the model under torch.no_grad()")
         self.slots = self.positions[:, None] + torch.arange(T, device=self.positions.device)
         # the prompt sees itself alone, plain causal attention; later tokens see the keys at positions up to their own
-        fresh, self.used = self.used == 0, self.used + T
+        fresh = self.used == 0
+        self.used += T
         slots = torch.arange(self.used, device=self.positions.device)
         self.mask = None if fresh else slots <= self.slots[:, :, None]  # (B, T, used)
         return self.slots
@@ -426,7 +427,7 @@ class Transformer(nn.Module):
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         if not temperature >= 0 or not 0 < top_p <= 1:
-            raise ValueError(f"temperature is {temperature}, top_p {top_p}: give at least 0, and one in (0, 1]")
+            raise ValueError(f"temperature is {temperature} and top_p {top_p}: give at least 0, and above 0 up to 1")
         weight = self.embed_tokens.weight
         device, context = weight.device, self.config.max_positions
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -469,7 +470,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     if temperature == 0:
         return logits.argmax(-1)
     p, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
-    p[p.cumsum(-1) - p >= top_p] = 0  # words that the likelier ones already bring to top_p (arXiv 1904.09751)
+    p[p.cumsum(-1) - p >= top_p] = 0  # once the likelier tokens add up to top_p, the rest is out (arXiv 1904.09751)
     return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
 
 

@@ -163,7 +163,7 @@ def main() -> None:
     flag("--base", default=BASE, help="a checkpoint directory or Hub id (%(default)s)")
     flag("--data", default="hierarchy", help="a folder, of data/ or any, with JSONL files of messages (%(default)s)")
     flag("--split", default="train", help="which of its files to learn from; hierarchy has train, single (%(default)s)")
-    flag("--method", default="cal", choices=METHODS, help="what is trained (%(default)s)")
+    flag("--method", default="cal", choices=METHODS, help="what is trained; none is the bare base (%(default)s)")
     flag("--placement", default="late8th", choices=PLACEMENTS, help="where the blocks go (%(default)s)")
     flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
     flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, in the backbone's (%(default)s)")
@@ -179,7 +179,7 @@ def main() -> None:
     flag("--out", type=Path, help="the run's directory (out/METHOD)")
     flag("--val_every", type=int, default=100, help="steps between validations (%(default)s)")
     flag("--save_every", type=int, default=100, help="steps between checkpoints (%(default)s)")
-    flag("--resume", action="store_true", help="go on with the run in --out, exactly where it was")
+    flag("--resume", action="store_true", help="go on with the run in --out; repeat its other flags")
     flag("--no_eval", action="store_true", help="train alone, without the test sets")
     flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
     args = parser.parse_args()
@@ -219,6 +219,8 @@ def main() -> None:
         started = read_json(flags_file) if flags_file.exists() else flags  # it died before it began: start
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
+    elif rank == 0 and (out / "results.json").exists():
+        raise ValueError(f"{out} already holds a run, a complete one: give another --out, or delete it")
     elif rank == 0 and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
 
@@ -283,6 +285,8 @@ def main() -> None:
             optimizer.load_state_dict(saved["optimizer"])
         except (EOFError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
             raise ValueError(f"{checkpoint_file} is damaged: delete it, and --resume starts the run again") from None
+    if args.resume:
+        say(f"going on after step {first}" if first else "the run had no checkpoint yet: it starts again")
     if rank == 0:  # the lines that a killed run wrote after its last checkpoint are written again
         kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
         if len(kept) < first:
@@ -365,7 +369,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     save_adapter(model, out, **about)
-    after = [{"when": "after", **row} for row in ask(model, tok, tests)]
+    after = [{"when": "after", **row} for row in ask(model, tok, tests)] if tests else []
     results = {
         "before": summarize(before),
         "after": summarize(after),
