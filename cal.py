@@ -2,12 +2,14 @@
 CALYREX (arXiv 2605.09737): a Cross-Attention Layer (CAL) between the frozen layers of a pretrained transformer.
 Queries come from every token, keys and values only from the system prompt's tokens of the same sequence, so each token
 is anchored to the operator's words anew, whatever the conversation has become. Only these blocks are trained.
+Beside it stand the baselines of the paper's comparison, LoRA and ParallelMLP, with as many parameters.
 
 Shapes in the comments: B batch, T tokens, S system tokens, D width, H query heads, K key/value heads, C head width,
 L layers.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +17,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from model import Config, RMSNorm, Transformer, attend, read_json, rope_tables, rotate
 
-METHODS = ("cal", "none")
+WEIGHTS = "model.safetensors"
+METHODS = ("cal", "mlp", "lora", "full", "none")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,11 +69,11 @@ class CrossAttentionLayer(nn.Module):
     was, FFN included: without a system prompt the model is the base, bit for bit.
     """
 
-    def __init__(self, c: Config, rope: bool = False, ffn: float = 1.0, scale: float = 1.0):
+    def __init__(self, c: Config, rope: bool = False, ffn: float = 1.0):
         super().__init__()
         # our choice: pre-norm, the backbone's own head counts, SwiGLU of ffn times the backbone's width, no bias
         hidden = max(1, round(ffn * c.intermediate_size))
-        self.config, self.rope, self.scale = c, rope, scale
+        self.config, self.rope, self.scale = c, rope, 1.0
         self.norm1 = RMSNorm(c.hidden_size, c.norm_eps)
         self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim)
         self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim)
@@ -135,6 +138,76 @@ class CrossAttentionLayer(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# the baselines
+
+
+class ParallelMLP(nn.Module):
+    """
+    A feed-forward block at CAL's place, without its routing:  X' = X + FFN(norm(X)) W_D. It works on every token alike
+    and does not know which ones are the system prompt's. W_D starts at zero: a new block is the identity.
+    """
+
+    def __init__(self, c: Config, width: int):
+        super().__init__()
+        # our choice: pre-norm, SwiGLU and random values as in CAL, so that the routing alone is what differs
+        self.scale = 1.0
+        self.norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.gate_proj = Linear(c.hidden_size, width)
+        self.up_proj = Linear(c.hidden_size, width)
+        self.down_proj = Linear(width, c.hidden_size)
+        for proj in (self.gate_proj, self.up_proj):
+            nn.init.normal_(proj.weight, std=c.hidden_size**-0.5)
+        nn.init.zeros_(self.down_proj.weight)
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """x (B, T, D) gives (B, T, D); the system mask, and all else that CAL is given, is not looked at."""
+        # X' = X + (silu(N W_gate) * N W_up) W_D,  N = norm(X)
+        n = self.norm(x)
+        return x + self.scale * self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n))
+
+
+class LoRALinear(nn.Linear):
+    """
+    A frozen linear layer with a trained update of low rank beside it (LoRA, arXiv 2106.09685):  y = x W^T + x A^T B^T.
+    B starts at zero, so a new one computes what the frozen layer did.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias  # the very same tensors, no copies
+        # our choice: alpha equals the rank, so that no factor alpha / rank is left
+        self.scale = 1.0
+        self.A = Linear(linear.in_features, rank)
+        self.B = Linear(rank, linear.out_features)
+        nn.init.normal_(self.A.weight, std=linear.in_features**-0.5)
+        nn.init.zeros_(self.B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * self.B(self.A(x))
+
+    def merged(self) -> nn.Linear:
+        """A plain linear layer of the weight  W + scale B A,  summed in fp32."""
+        with torch.no_grad():
+            self.weight.copy_(self.weight.float() + self.scale * self.B.weight @ self.A.weight)
+        return self.frozen()
+
+    def frozen(self) -> nn.Linear:
+        """The plain linear layer that this one stands around."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear
+
+
+def replace_linears(module: nn.Module, kind: type[nn.Linear], new: Callable[[nn.Linear], nn.Linear]) -> None:
+    """Puts new(linear) in the place of every linear layer of that kind within module."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, kind):
+            setattr(module, name, new(child))
+        else:
+            replace_linears(child, kind, new)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # where the blocks go
 
 
@@ -174,24 +247,85 @@ def attach(
     scale: float = 1.0,
     rope: bool = False,
     ffn: float = 1.0,
+    rank: int | None = None,
+    width: int | None = None,
 ) -> Transformer:
     """
-    Freezes the backbone and inserts new, trainable blocks (method "cal"), or none. scale multiplies what the blocks
-    add, ffn the width of their feed-forward part; rope turns rotary on in them. Returns the model.
-    ValueError names the known methods and placements.
+    Freezes the backbone and adds what the method trains: CAL blocks or ParallelMLP blocks at the placement's
+    boundaries, LoRA on every linear of every layer, nothing ("none"); or frees the whole backbone ("full"). LoRA's rank
+    and ParallelMLP's width, where they are not given, are those that have as many parameters as CAL at that placement.
+    rope turns rotary on in CAL, ffn is the width of its feed-forward part in the backbone's. Returns the model.
+    ValueError names the known methods and placements, and sizes that make no sense.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
     if placement not in PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(PLACEMENTS)}")
-    model.requires_grad_(False)
+    for name, size in (("rank", rank), ("width", width)):
+        if size is not None and size < 1:
+            raise ValueError(f"the {name} is {size}: it must be at least 1")
+    c, device = model.config, model.embed_tokens.weight.device
+    D, L, boundaries = c.hidden_size, c.n_layers, PLACEMENTS[placement](c.n_layers)
     model.inserted.clear()
-    if method == "cal":
-        for b in PLACEMENTS[placement](model.config.n_layers):
-            model.inserted[str(b)] = CrossAttentionLayer(model.config, rope, ffn, scale)
-    model.inserted.to(model.embed_tokens.weight.device)  # made on the CPU: a seed gives the same blocks everywhere
+    replace_linears(model.layers, LoRALinear, LoRALinear.frozen)
+    model.requires_grad_(method == "full")
+    with torch.device("meta"):  # counted without memory
+        block = sum(p.numel() for p in CrossAttentionLayer(c, rope, ffn).parameters())
+    with torch.device("meta" if device.type == "meta" else "cpu"):  # on the CPU a seed gives the same everywhere
+        if method == "cal":
+            model.inserted.update({str(b): CrossAttentionLayer(c, rope, ffn) for b in boundaries})
+        if method == "mlp":
+            matched = (block - D) / (3 * D)  # a norm of D, and three matrices
+            model.inserted.update({str(b): ParallelMLP(c, width or round(matched)) for b in boundaries})
+        if method == "lora":
+            linears = [m for m in model.layers[0].modules() if isinstance(m, nn.Linear)]
+            one = sum(m.in_features + m.out_features for m in linears)  # parameters that rank 1 costs in a layer
+            ranks = round(block * len(boundaries) / one)  # of all layers together; the first ones get one more
+            if rank is None and ranks < L:
+                raise ValueError(f"CAL at {placement} has too few parameters for LoRA's smallest rank: give a rank")
+            for i, layer in enumerate(model.layers):
+                r = rank or ranks // L + (i < ranks % L)
+                replace_linears(layer, nn.Linear, lambda linear, r=r: LoRALinear(linear, r))
+    model.to(device)
     model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn)}
+    model.adapter |= {"rank": rank, "width": width}
+    set_scale(model, scale)
     return model
+
+
+def set_scale(model: Transformer, scale: float) -> None:
+    """The strength of what the adapter adds: 0 is the base bit for bit, 1 as trained. ValueError for method full."""
+    if model.adapter["method"] == "full" and scale != 1:
+        raise ValueError(f"the scale is {scale}, but method full changed the base itself: it has no other scale than 1")
+    for module in model.modules():
+        if isinstance(module, (CrossAttentionLayer, ParallelMLP, LoRALinear)):
+            module.scale = scale
+
+
+def trainable(model: Transformer) -> dict[str, nn.Parameter]:
+    """The parameters that the method trains, by name: all that an adapter's file holds."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sizes(model: Transformer) -> str:
+    """In words, how large the adapter is made."""
+    ranks = sorted({m.A.out_features for m in model.modules() if isinstance(m, LoRALinear)})
+    if ranks:
+        return f"rank {' or '.join(map(str, ranks))} on every linear of {model.config.n_layers} layers"
+    if not model.inserted:
+        return "the whole backbone" if trainable(model) else "nothing"
+    return f"{len(model.inserted)} blocks of width {next(iter(model.inserted.values())).gate_proj.out_features}"
+
+
+def size_table(config: Config, placement: str, **options: object) -> str:
+    """A Markdown table of what every method trains; options as attach takes them."""
+    lines, counts = ["| method | parameters | of cal's | sizes |", "|---|---|---|---|"], []
+    for method in ("cal", "mlp", "lora", "full"):
+        with torch.device("meta"):  # shapes alone
+            model = attach(Transformer(config), method, placement, **options)
+        counts.append(sum(p.numel() for p in trainable(model).values()))
+        lines.append(f"| {method} | {counts[-1]:,} | {counts[-1] / counts[0]:.1%} | {sizes(model)} |")
+    return "\n".join(lines)
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -212,13 +346,15 @@ def base_config(model: Transformer) -> dict:
 
 def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     """
-    Writes adapter.safetensors (the blocks, fp32) and adapter.json (how they were attached, the base's config, and
-    info) into the directory path.
+    Writes adapter.safetensors (what was trained, as it is: fp32) and adapter.json (how it was attached, its size, the
+    base's config, and info) into the directory path.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    about = {**model.adapter, "base_config": base_config(model), **info}
-    write_whole(path / "adapter.safetensors", save(model.inserted.state_dict()))
+    state = {name: p.detach() for name, p in trainable(model).items()}
+    about = {**model.adapter, "sizes": sizes(model), "parameters": sum(p.numel() for p in state.values())}
+    about |= {"base_config": base_config(model), **info}
+    write_whole(path / "adapter.safetensors", save(state))
     write_whole(path / "adapter.json", json.dumps(about, indent=1) + "\n")
 
 
@@ -231,14 +367,36 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
     ours, theirs = base_config(model), about["base_config"]
     if different := [name for name in ours if ours[name] != theirs.get(name)]:
         raise ValueError(f"the adapter in {path} has another base ({', '.join(different)} differ): give that one")
-    attach(model, about["method"], about["placement"], scale, about["rope"], about["ffn"])
+    attach(model, scale=scale, **{name: about[name] for name in ADAPTER_TYPES})
     file = Path(path) / "adapter.safetensors"
     try:
-        model.inserted.load_state_dict(load_file(file))
-    except (SafetensorError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{file} is damaged ({reason}): copy it again or train anew") from None
+        load_trainable(model, load_file(file))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}): copy it again or train anew") from None
     return model
+
+
+@torch.no_grad()
+def load_trainable(model: Transformer, state: dict[str, Tensor]) -> None:
+    """Copies the tensors of state into the model's trainable parameters. ValueError where they are not the same."""
+    parameters = trainable(model)
+    if odd := sorted(parameters.keys() ^ state.keys()):
+        raise ValueError(f"{odd[0]} and {len(odd) - 1} more tensors are missing or do not belong there")
+    for name, p in parameters.items():
+        if p.shape != state[name].shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)} instead of {tuple(p.shape)}")
+        p.copy_(state[name])
+
+
+# what attach is told when an adapter is loaded, as adapter.json has it
+ADAPTER_TYPES = {
+    "method": str,
+    "placement": str,
+    "rope": bool,
+    "ffn": float,
+    "rank": int | None,
+    "width": int | None,
+}
 
 
 def adapter_info(path: str | Path) -> dict:
@@ -248,7 +406,29 @@ def adapter_info(path: str | Path) -> dict:
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} holds no {name}: give a directory that train.py wrote (--out)")
     about = read_json(path / "adapter.json")
-    types = {"method": str, "placement": str, "rope": bool, "ffn": float, "base_config": dict}
-    if wrong := [name for name, kind in types.items() if not isinstance(about.get(name), kind)]:
+    types = {**ADAPTER_TYPES, "base_config": dict}
+    if wrong := [name for name, kind in types.items() if name not in about or not isinstance(about[name], kind)]:
         raise ValueError(f"{path / 'adapter.json'} lacks {', '.join(wrong)}: copy it again or train anew")
     return about
+
+
+def save_merged(model: Transformer, base: str | Path, path: str | Path) -> None:
+    """
+    Writes a plain Hugging Face checkpoint into the new directory path: the backbone's weights with what LoRA added to
+    them, in the backbone's dtype, and the other files of base, the checkpoint directory that it came from. After it the
+    model itself is merged. ValueError for the methods that add blocks, which no plain checkpoint has a place for.
+    """
+    if model.inserted:
+        raise ValueError(f"method {model.adapter['method']} adds blocks, which a plain checkpoint has no place for")
+    replace_linears(model.layers, LoRALinear, LoRALinear.merged)
+    base, path = Path(base), Path(path)
+    path.mkdir(parents=True)
+    for file in base.iterdir():  # the tokenizer and the chat template; not the weights, their index and their source
+        if file.suffix in (".json", ".jinja", ".model") and file.name not in ("source.json", f"{WEIGHTS}.index.json"):
+            shutil.copyfile(file, path / file.name)
+    config = read_json(base / "config.json")
+    config.pop("dtype", None)
+    config["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    write_whole(path / "config.json", json.dumps(config, indent=1) + "\n")
+    weights = {name if name == "lm_head.weight" else f"model.{name}": p for name, p in model.state_dict().items()}
+    save_file(weights, path / WEIGHTS, metadata={"format": "pt"})

@@ -5,6 +5,7 @@ One reply, or a chat in the terminal:
     python sample.py --adapter out/cal --system "…" --user "…"       a trained adapter
     python sample.py --adapter out/cal --system "…"                  a chat that streams; an empty line ends it
     python sample.py --adapter out/cal --both --system "…"           base and adapter, side by side
+    python sample.py --adapter out/lora --merge out/merged           no reply: LoRA and base as one plain checkpoint
 """
 
 import argparse
@@ -17,7 +18,7 @@ from textwrap import wrap
 
 import torch
 
-from cal import adapter_info, load_adapter
+from cal import adapter_info, load_adapter, save_merged, set_scale
 from data.chat import SYSTEM, Tokenizer, render
 from data.download import checkpoint
 from model import Transformer
@@ -123,8 +124,7 @@ def both(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpars
     columns = []
     width = max(8, shutil.get_terminal_size().columns // 2 - 2)
     for name, scale in (("base", 0.0), ("adapter", args.scale)):
-        for block in model.inserted.values():
-            block.scale = scale
+        set_scale(model, scale)
         text = reply(model, tok, messages, args, show=False)
         columns.append([name, "-" * width, *(part for line in text.splitlines() for part in wrap(line, width) or [""])])
     for left, right in zip_longest(*columns, fillvalue=""):
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--system", default="", help="the system prompt: what CAL anchors every token to")
     parser.add_argument("--user", help="one user message; without it, a chat in the terminal")
     parser.add_argument("--both", action="store_true", help="show the base's reply beside the adapter's")
+    parser.add_argument("--merge", type=Path, metavar="DIR", help="write a Hugging Face checkpoint there, in --dtype")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens a reply may have (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument(
@@ -147,8 +148,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.both and not args.adapter:
         raise ValueError("--both compares an adapter with its base: give --adapter")
+    if args.merge and not args.adapter:
+        raise ValueError("--merge adds an adapter to its base: give --adapter")
+    if args.merge and args.merge.exists():
+        raise ValueError(f"{args.merge} already exists: give --merge another directory, or delete it")
 
-    model, tok, _ = load(args)
+    model, tok, path = load(args)
+    if args.merge:
+        save_merged(model, path, args.merge)
+        print(f"{args.merge} is a checkpoint now: python sample.py --base {args.merge}")
+        return
     answer = both if args.both else reply
     messages = [{"role": "system", "content": args.system}] if args.system else []
     if args.user is not None:

@@ -1,7 +1,8 @@
 """
-Trains CAL blocks between the frozen layers of a pretrained model, by plain supervised fine-tuning:
+Trains CAL blocks between the frozen layers of a pretrained model, or a baseline, by plain supervised fine-tuning:
 
     python train.py                                      SmolLM2-135M-Instruct on data/hierarchy, into out/cal
+    python train.py --method lora                        the baselines: lora, mlp (ParallelMLP), full; into out/lora
     python train.py --base Qwen/Qwen2.5-1.5B-Instruct    another base
     python train.py --resume                             go on with a run that was stopped
     torchrun --nproc_per_node 8 train.py --accumulate 8  a step's batches, shared among eight GPUs
@@ -29,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from cal import METHODS, PLACEMENTS, attach, save_adapter, write_whole
+from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, size_table, trainable, write_whole
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from eval import HIERARCHY, ask, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
+from eval import HIERARCHY, ask, ask_base, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
 from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
@@ -145,6 +146,14 @@ def sum_over_processes(parameters: list[torch.nn.Parameter], numbers: list[float
     return numbers.tolist()
 
 
+def reset_peak_memory(device: str) -> None:
+    """Forgets the peak so far, which an evaluation may have made. macOS and Windows can't."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.path.exists("/proc/self/clear_refs"):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident memory
+
+
 def peak_memory(device: str) -> float:
     """The most memory that this process has held, in GB: on the GPU if it runs there, else resident; 0 on Windows."""
     if device.startswith("cuda"):
@@ -165,13 +174,15 @@ def main() -> None:
     flag("--split", default="train", help="which of its files to learn from; hierarchy has train, single (%(default)s)")
     flag("--method", default="cal", choices=METHODS, help="what is trained; none is the bare base (%(default)s)")
     flag("--placement", default="late8th", choices=PLACEMENTS, help="where the blocks go (%(default)s)")
+    flag("--rank", type=int, help="LoRA's (as many parameters as CAL has at the placement)")
+    flag("--width", type=int, help="ParallelMLP's (as many parameters as CAL has at the placement)")
     flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
     flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, in the backbone's (%(default)s)")
     flag("--steps", type=int, default=300, help="optimizer steps (%(default)s)")
     flag("--batch_tokens", type=int, default=640, help="tokens in a batch, padding included (%(default)s)")
     flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
     flag("--max_tokens", type=int, default=1024, help="longer conversations are left out (%(default)s)")
-    flag("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    flag("--lr", type=float, help="peak learning rate (2e-3; full 1e-4)")
     flag("--warmup", type=int, help="steps until the peak (a fifteenth of --steps)")
     flag("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
     flag("--seed", type=int, default=0, help="of the new blocks and of the data's order (%(default)s)")
@@ -186,6 +197,8 @@ def main() -> None:
     for name in ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    if args.lr is None:  # our choice: one for all that are compared; a whole backbone bears less
+        args.lr = 1e-4 if args.method == "full" else 2e-3
     for name in ("lr", "clip", "cal_ffn"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be a number above 0")
@@ -202,6 +215,8 @@ def main() -> None:
     if world > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
         dist.init_process_group(timeout=timedelta(hours=2))  # the others wait while the first evaluates
+    if args.method == "full":  # its weights are trained themselves, and bf16 would swallow small updates
+        args.dtype = args.dtype or "fp32"
     dtype = pick_dtype(args.dtype, device)
     args.dtype = "bf16" if dtype == torch.bfloat16 else "fp32"
 
@@ -224,21 +239,19 @@ def main() -> None:
     elif rank == 0 and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
 
-    # the frozen backbone with its new blocks
+    # the base and what it says before any training; then what is trained
     if rank > 0:
         dist.barrier()  # the first process downloads and prepares what is missing
     torch.manual_seed(args.seed)
     model, tok, path = load_base(args.base, device, dtype)
     source = weights_source(path)
-    attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if trainable else None
+    options = {"rope": args.cal_rope, "ffn": args.cal_ffn, "rank": args.rank, "width": args.width}
+    attach(model, args.method, args.placement, **options)
+    parameters = list(trainable(model).values())
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if parameters else None
     say(f"base {args.base} ({source}) on {device} in {args.dtype}")
-    say(
-        f"method {args.method}, {sum(p.numel() for p in trainable) / 1e6:.1f} M trainable parameters "
-        f"beside {sum(p.numel() for p in model.parameters() if not p.requires_grad) / 1e6:.1f} M frozen ones"
-        + (f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else "")
-    )
+    blocks = f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else ""
+    say(f"method {args.method}{blocks}\n\n{size_table(model.config, args.placement, **options)}\n")
 
     # the data
     folder = HIERARCHY.parent / args.data if (HIERARCHY.parent / args.data).is_dir() else Path(args.data)
@@ -272,7 +285,7 @@ def main() -> None:
     if replies_file.exists():  # a resumed run has them
         before = [row for row in read_jsonl(replies_file) if row["when"] == "before"]
     elif tests:
-        before = [{"when": "before", **row} for row in ask(model, tok, tests)]
+        before = [{"when": "before", **row} for row in ask_base(model, tok, tests, path)]
         write_jsonl(replies_file, before)
 
     # where to start
@@ -281,7 +294,7 @@ def main() -> None:
         try:
             saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
             first = saved["step"]
-            model.inserted.load_state_dict(saved["adapter"])
+            load_trainable(model, saved["adapter"])
             optimizer.load_state_dict(saved["optimizer"])
         except (EOFError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
             raise ValueError(f"{checkpoint_file} is damaged: delete it, and --resume starts the run again") from None
@@ -301,7 +314,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, stop)  # Ctrl-C ends the step first
-    steps = range(first, args.steps if trainable else 0)
+    reset_peak_memory(device)
+    steps = range(first, args.steps if parameters else 0)
     bar = tqdm(steps, initial=first, total=args.steps, desc="train", disable=rank > 0)
     with metrics_file.open("a") if rank == 0 else open(os.devnull, "w") as metrics:
         for step in bar:
@@ -322,9 +336,9 @@ def main() -> None:
                 (loss / n).backward()
                 total += loss.item()
             if world > 1:
-                total, stopped = sum_over_processes(trainable, [total, float(stopping)])
+                total, stopped = sum_over_processes(parameters, [total, float(stopping)])
                 stopping = stopped > 0
-            norm = torch.nn.utils.clip_grad_norm_(trainable, args.clip)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip)
             if not math.isfinite(total) or not norm.isfinite():
                 raise ValueError(f"step {step} has loss {total / n}, gradient norm {norm}: lower --lr")
             optimizer.step()
@@ -340,11 +354,11 @@ def main() -> None:
             metrics.flush()
             bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
             if rank == 0 and (last or stopping or (step + 1) % args.save_every == 0):
-                if not all(p.isfinite().all() for p in trainable):
+                if not all(p.isfinite().all() for p in parameters):
                     raise ValueError(f"a weight is not finite after step {step}: lower --lr")
                 # a run can die at any moment, and this is all that its rest needs: nothing is drawn at random after
                 # the blocks' first values, and the data's order follows from the step
-                state = {"step": step + 1, "adapter": model.inserted.state_dict(), "optimizer": optimizer.state_dict()}
+                state = {"step": step + 1, "adapter": trainable(model), "optimizer": optimizer.state_dict()}
                 torch.save(state, buffer := io.BytesIO())
                 write_whole(checkpoint_file, buffer.getvalue())
             if stopping:
@@ -357,6 +371,7 @@ def main() -> None:
         return
 
     # what came of it
+    peak = peak_memory(device)
     rows = read_jsonl(metrics_file)
     about = {
         "base": args.base,
@@ -374,9 +389,9 @@ def main() -> None:
         "before": summarize(before),
         "after": summarize(after),
         **about,
-        "parameters": sum(p.numel() for p in trainable),
+        "parameters": sum(p.numel() for p in parameters),
         "train_seconds": sum(row["seconds"] for row in rows),
-        "peak_memory_gb": peak_memory(device),
+        "peak_memory_gb": peak,
     }
     write_jsonl(replies_file, before + after)
     write_json(out / "results.json", results)
