@@ -29,6 +29,7 @@ from sample import add_model_flags, load, prompt
 
 ROOT = Path(__file__).parent
 HIERARCHY = ROOT / "data" / "hierarchy"
+CACHE = ROOT / ".cache"
 # set: how many of its prompts are asked by default; 24 earlier turns are long
 SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
 
@@ -106,7 +107,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     weight, code = model.embed_tokens.weight, [ROOT / "model.py", ROOT / "eval.py", ROOT / "data" / "chat.py"]
     files = {str(f.resolve()): (f.stat().st_size, f.stat().st_mtime_ns) for f in [*path.iterdir(), *code]}
     key = json.dumps([files, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
-    file = ROOT / ".cache" / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+    file = CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         write_jsonl(file, ask(model, tok, examples))

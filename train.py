@@ -226,17 +226,18 @@ def main() -> None:
         raise ValueError(f"--out {out} is a file: give a directory")
     flags_file, checkpoint_file, replies_file = out / "flags.json", out / "checkpoint.pt", out / "replies.jsonl"
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
+    there = {file.name for file in out.iterdir()} - {"flags.json.part"} if out.exists() else set()
     if args.resume:
-        if (out / "results.json").exists():
+        if "results.json" in there:
             raise ValueError(f"the run in {out} is complete: nothing to resume")
-        if out.exists() and any(out.iterdir()) and not flags_file.exists():
+        if there and not flags_file.exists():
             raise ValueError(f"{out} holds no run to resume: leave --resume out, or give the run's --out")
         started = read_json(flags_file) if flags_file.exists() else flags  # it died before it began: start
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
-    elif rank == 0 and (out / "results.json").exists():
+    elif rank == 0 and "results.json" in there:
         raise ValueError(f"{out} already holds a run, a complete one: give another --out, or delete it")
-    elif rank == 0 and out.exists() and any(out.iterdir()):
+    elif rank == 0 and there:
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
 
     # the base and what it says before any training; then what is trained

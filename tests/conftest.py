@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import eval
 from data.download import checkpoint
 from data.smollm2 import download_wheel
 from model import Config, Transformer
@@ -38,6 +39,14 @@ def shared() -> Path:
             pytest.fail("../shared is missing, and NANOCAL_REQUIRE_SHARED=1 demands it")
         pytest.skip("../shared is not beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_base_replies(tmp_path_factory: pytest.TempPathFactory):
+    """The replies of the bases of tests go into a folder of the tests, not into .cache/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval, "CACHE", tmp_path_factory.mktemp("cache"))
+        yield
 
 
 def package_file(requirement: str, member: str) -> Path:

@@ -1,13 +1,16 @@
 """eval.py: the loop over prompts, the scores and their intervals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import eval
 from data.chat import Tokenizer
-from eval import SETS, ask, load_sets, read_jsonl, show, summarize, write_jsonl
+from eval import SETS, ask, ask_base, compare, load_runs, load_sets, read_jsonl, show, summarize, write_jsonl
 from model import Transformer
 from tests.conftest import run
 
@@ -119,3 +122,125 @@ def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
     done = run("eval.py", "--out", tmp_path)
     assert done.returncode != 0 and "already holds" in done.stderr
     assert (tmp_path / "replies.jsonl").read_text() == "kept\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the base is asked once
+
+
+def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(eval, "ask", lambda model, tok, examples: asked.append(examples) or [{"reply": str(len(asked))}])
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
+    assert first == again and len(asked) == 1
+
+
+@pytest.mark.parametrize("change", ["weights", "prompts", "dtype"])
+def test_the_base_is_asked_again_when_anything_that_its_replies_depend_on_changed(change, tiny, tmp_path, monkeypatch):
+    asked, folder = [], shutil.copytree(tiny, tmp_path / "base")
+    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(eval, "ask", lambda model, tok, examples: asked.append(examples) or [])
+    model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
+    ask_base(model, tok, load_sets(1), folder)
+    if change == "weights":
+        shutil.copyfile(tiny / "model.safetensors", folder / "model.safetensors")  # written again: perhaps others
+    if change == "dtype":
+        model = model.to(torch.bfloat16)
+    ask_base(model, tok, load_sets(2 if change == "prompts" else 1), folder)
+    assert len(asked) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# runs side by side
+
+
+def make_run(folder: Path, kept: list[bool], seed: int = 0, rows: list[int] | None = None, **results) -> Path:
+    """A complete run with one reply a prompt of the set "rules"; kept says which of them keep the rule."""
+    folder.mkdir(parents=True)
+    lines = []
+    for i in rows or range(len(kept)):
+        example = {"set": "rules", "messages": [{"role": "user", "content": f"question {i}"}], "answer": "Paris"}
+        example |= {"family": "bracket", "parameter": "maple"}
+        for when, reply in (("before", "Paris"), ("after", "[maple] Paris" if kept[i] else "Rome")):
+            lines.append({"when": when, **example, "reply": reply, "followed": None, "right": None})
+    write_jsonl(folder / "replies.jsonl", lines)
+    results = {"flags": {"seed": seed, "method": folder.name.split("-")[0]}, "seed": seed, "parameters": 5} | results
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def test_compare_counts_the_kept_replies_and_pairs_them_by_prompt(tmp_path):
+    a = make_run(tmp_path / "a", [True, True, False, False])
+    b = make_run(tmp_path / "b", [True, False, True, True], rows=[3, 1, 0, 2])  # the same prompts in another order
+    tables = compare(load_runs([a, b]))
+    row = tables["kept"]["rules"]
+    assert (row["n"], row["base"], row["groups"]["a"]["mean"], row["groups"]["b"]["mean"]) == (4, 0.0, 0.5, 0.75)
+    assert row["groups"]["b"]["difference"] == 0.25 and row["groups"]["a"]["difference"] == 0.0
+    assert tables["right"]["rules"]["base"] == 1.0 and tables["right"]["rules"]["groups"]["b"]["mean"] == 0.75
+
+
+def test_runs_with_equal_verdicts_have_a_paired_interval_of_nothing(tmp_path):
+    """Each alone has an interval of some 0.2; what matters is that no prompt has another verdict."""
+    kept = [i % 3 == 0 for i in range(90)]
+    rows = compare(load_runs([make_run(tmp_path / name, kept) for name in ("a", "b")]))["kept"]["rules"]["groups"]
+    assert (rows["b"]["low"], rows["b"]["high"]) == (0.0, 0.0)
+
+
+def test_the_paired_interval_agrees_with_draws_of_the_prompts(tmp_path):
+    """Of 200 prompts 50 are gained and 20 lost: the interval of (gained - lost) / 200 under a multinomial draw, to the
+    noise of 2,000 resamples and the steps of 1 / 200 (together under 0.02)."""
+    first = [i < 100 for i in range(200)]
+    second = [20 <= i < 150 for i in range(200)]
+    runs = load_runs([make_run(tmp_path / "a", first), make_run(tmp_path / "b", second)])
+    entry = compare(runs)["kept"]["rules"]["groups"]["b"]
+    draws = np.random.default_rng(3).multinomial(200, [0.25, 0.10, 0.65], 200_000)
+    expected = np.quantile((draws[:, 0] - draws[:, 1]) / 200, (0.025, 0.975))
+    assert entry["difference"] == pytest.approx(0.15)
+    assert np.allclose([entry["low"], entry["high"]], expected, atol=0.02)
+
+
+def test_runs_that_differ_in_the_seed_alone_share_a_column_with_mean_and_spread(tmp_path):
+    folders = [make_run(tmp_path / f"{name}-s{seed}", [True] * n + [False] * (4 - n), seed=seed)
+               for name, n, seed in (("cal", 3, 0), ("cal", 4, 1), ("lora", 2, 0), ("lora", 1, 1))]  # fmt: skip
+    done = run("eval.py", "--compare", *folders)
+    assert "| set | n | base | cal | lora | lora - cal |" in done.stdout
+    assert "| rules | 4 | 0% | 88% (75 to 100) | 38% (25 to 50) | -50 (" in done.stdout
+    assert "| cal | 0, 1 | 5 |" in done.stdout
+
+
+def test_prompts_that_not_all_runs_have_are_left_out(tmp_path):
+    a, b = make_run(tmp_path / "a", [True] * 6), make_run(tmp_path / "b", [False] * 6, rows=[0, 1, 2])
+    row = compare(load_runs([a, b]))["kept"]["rules"]
+    assert row["n"] == 3 and row["groups"]["b"]["difference"] == -1.0
+
+
+def test_compare_writes_its_numbers_beside_the_runs_and_skips_what_is_no_complete_run(tmp_path):
+    a, unfinished = make_run(tmp_path / "out" / "a", [True, False]), tmp_path / "out" / "unfinished"
+    unfinished.mkdir()
+    assert run("eval.py", "--compare", a, unfinished).returncode == 0
+    done = run("eval.py", "--compare", *sorted((tmp_path / "out").iterdir()))  # as the shell expands out/*
+    assert done.returncode == 0 and "unfinished" in done.stderr and "compare.json is" not in done.stderr
+    numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert numbers["kept"]["rules"]["groups"]["a"]["mean"] == 0.5 and numbers["runs"]["a"][0]["parameters"] == 5
+
+
+def test_real_runs_of_two_methods_are_compared(tiny, tmp_path):
+    flags = ("--base", tiny, "--steps", 3, "--eval_limit", 2, "--dtype", "fp32")
+    for method in ("cal", "lora"):
+        done = run("train.py", *flags, "--method", method, "--out", tmp_path / method)
+        assert done.returncode == 0, done.stderr
+    done = run("eval.py", "--compare", tmp_path / "cal", tmp_path / "lora")
+    assert done.returncode == 0, done.stderr
+    for name in SETS:
+        assert f"| {name} | 2 |" in done.stdout
+
+
+def test_nothing_to_compare_is_a_sentence(tmp_path):
+    done = run("eval.py", "--compare", tmp_path)
+    assert done.returncode != 0 and "complete run" in done.stderr
+
+
+def test_a_set_without_right_answers_to_count_has_none():
+    assert summarize([{"set": "rules", "followed": True, "right": None}])["rules"]["right"] is None

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,13 +17,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from cal import attach, write_whole
 from data.chat import Tokenizer, render
 from eval import judge, read_jsonl
 from model import Transformer
 from tests.conftest import ROOT, run
-from train import batches_of_step, collate, learning_rate, load_conversations, make_batches, tokenize
+from train import batches_of_step, collate, learning_rate, load_conversations, make_batches, tokenize, validate
 
 TURNS = [
     {"role": "system", "content": "Start every reply with [maple] and then answer."},
@@ -210,6 +213,57 @@ def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, 
 # stopping and going on
 
 
+def batches_seen(monkeypatch: pytest.MonkeyPatch, *flags: object) -> list[tuple[Tensor, Tensor]]:
+    """The ids and system masks that a run's model is given, in order."""
+    seen, forward = [], Transformer.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformer, "forward", lambda m, ids, s: seen.append((ids, s)) or forward(m, ids, s))
+        assert run("train.py", *flags).returncode == 0
+    return seen
+
+
+@pytest.mark.parametrize("method", ["mlp", "lora", "full"])
+def test_every_method_learns_from_the_batches_of_cal_in_the_same_order(method, tiny, tmp_path, monkeypatch):
+    flags = ("--base", tiny, "--steps", 6, "--accumulate", 2, "--no_eval", "--dtype", "fp32", "--val_every", 4)
+    cal = batches_seen(monkeypatch, *flags, "--out", tmp_path / "cal")
+    other = batches_seen(monkeypatch, *flags, "--method", method, "--out", tmp_path / method)
+    assert len(cal) == len(other) > 12
+    assert all(torch.equal(x, y) for a, b in zip(cal, other) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full", "none"])
+def test_a_run_of_any_method_leaves_an_adapter_that_eval_loads(method, tiny, tmp_path):
+    flags = ("--base", tiny, "--steps", 2, "--eval_limit", 1, "--dtype", "fp32", "--method", method)
+    done = run("train.py", *flags, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "| lora | " in done.stdout and "| mlp | " in done.stdout  # the table of sizes
+    done = run("eval.py", "--adapter", tmp_path / "run", "--limit", 1, "--dtype", "fp32", "--out", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    (trained, again) = (read_jsonl(tmp_path / name / "replies.jsonl") for name in ("run", "again"))
+    assert [r["reply"] for r in trained if r["when"] == "after"] == [r["reply"] for r in again]
+
+
+def test_validation_sees_the_same_conversations_in_eval_mode_each_time(tiny, tmp_path, monkeypatch):
+    modes, forward = [], Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda m, ids, s: modes.append((m.training, ids)) or forward(m, ids, s))
+    flags = ("--base", tiny, "--steps", 3, "--val_every", 1, "--no_eval", "--dtype", "fp32", "--out", tmp_path / "r")
+    assert run("train.py", *flags).returncode == 0
+    n = (len(modes) - 3) // 3  # batches of a validation, after each step's one
+    first, second, third = ([ids for _, ids in modes[i * (n + 1) + 1 : (i + 1) * (n + 1)]] for i in range(3))
+    assert n > 1 and not any(training for training, _ in modes)
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, third, strict=True))
+
+
+def test_the_validation_loss_is_a_mean_over_targets_not_over_batches(tiny, tok):
+    """The same from the bare logits of each conversation alone (1e-5: fp32 sums in another order)."""
+    conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "val.jsonl", tok, 1024)
+    model = Transformer.from_pretrained(tiny)
+    with torch.no_grad():
+        losses = [cross_entropy(model.logits(model(i[None]))[0], t, ignore_index=-1, reduction="none")[t >= 0]
+                  for i, _, t in conversations]  # fmt: skip
+    assert validate(model, conversations, 640, "cpu") == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+
+
 def start(flags: tuple, until: Path, lines: int) -> subprocess.Popen:
     """A run in the background, returned once metrics.jsonl has so many lines."""
     command = [sys.executable, "train.py", *map(str, flags)]
@@ -219,9 +273,13 @@ def start(flags: tuple, until: Path, lines: int) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_was_stopped_resumes_to_the_very_losses_of_one_that_was_not(how, tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [(signal.SIGKILL, "cal"), (signal.SIGINT, "cal"), (signal.SIGKILL, "lora"), (signal.SIGKILL, "full")],
+)
+def test_a_run_that_was_stopped_resumes_to_the_very_losses_of_one_that_was_not(how, method, tiny, tmp_path):
     flags = ("--base", tiny, "--steps", 30, "--no_eval", "--dtype", "fp32", "--save_every", 7, "--val_every", 9)
+    flags += ("--method", method)
     assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
     process = start((*flags, "--out", tmp_path / "cut"), tmp_path / "cut" / "metrics.jsonl", lines=10)
     process.send_signal(how)
@@ -229,9 +287,67 @@ def test_a_run_that_was_stopped_resumes_to_the_very_losses_of_one_that_was_not(h
     assert process.returncode != 0
     done = run("train.py", *flags, "--out", tmp_path / "cut", "--resume")
     assert done.returncode == 0, done.stderr
-    whole, cut = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
-    keys = ("step", "loss", "lr", "tokens", "val_loss")
-    assert [[row.get(k) for k in keys] for row in whole] == [[row.get(k) for k in keys] for row in cut]
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+
+
+def losses_of(out: Path) -> list[list]:
+    """What a run's metrics say of each step, but for the time that it took."""
+    return [[row.get(k) for k in ("step", "loss", "lr", "tokens", "val_loss")] for row in read_jsonl(out / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_20_random_moments_has_the_very_losses_of_one_that_was_not(tiny, tmp_path):
+    flags = ["--base", tiny, "--steps", 200, "--eval_limit", 1, "--dtype", "fp32", "--save_every", 3, "--val_every", 50]
+    assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
+    command = [sys.executable, "train.py", *map(str, flags), "--out", str(tmp_path / "cut"), "--resume"]
+    kills, moments = 0, random.Random(0)
+    while kills < 20:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            code = process.wait(moments.uniform(0, 1) * 8)  # it takes some four seconds until the first step
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+        if code == 0:  # it came to its end: the next one starts anew
+            assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+            shutil.rmtree(tmp_path / "cut")
+    if not (tmp_path / "cut" / "results.json").exists():
+        assert run("train.py", *flags, "--out", tmp_path / "cut", "--resume").returncode == 0
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+
+
+KILL_WHILE_WRITING = """
+import os, pathlib, runpy, signal, sys
+name, whole = sys.argv[1], pathlib.Path.write_bytes
+
+def half(part, data):
+    if part.name != name + ".part":
+        return whole(part, data)
+    whole(part, bytes(data)[: len(data) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+pathlib.Path.write_bytes, sys.argv = half, ["train.py", *sys.argv[2:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flags.json", "replies.jsonl", "metrics.jsonl", "checkpoint.pt",
+                                  "adapter.safetensors", "adapter.json", "results.json"])  # fmt: skip
+def test_a_run_killed_while_it_writes_a_file_resumes_to_the_same_end(name, tiny, tmp_path):
+    flags = ["--base", tiny, "--steps", 9, "--eval_limit", 1, "--dtype", "fp32", "--save_every", 4]
+    assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
+    command = [sys.executable, "-c", KILL_WHILE_WRITING, name, *map(str, flags), "--out", str(tmp_path / "cut")]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "cut" / name).exists() and (tmp_path / "cut" / f"{name}.part").exists()
+    done = run("train.py", *flags, "--out", tmp_path / "cut", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    for file in ("adapter.safetensors", "replies.jsonl"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert {f.name for f in (tmp_path / "cut").iterdir()} == {f.name for f in (tmp_path / "whole").iterdir()}
 
 
 def test_an_output_directory_that_holds_a_run_is_left_alone(small_run, tiny):
@@ -366,6 +482,8 @@ def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
         (["--base", "no/such/directory/here"], "no/such/directory/here"),
         (["--data", "no_such_data"], "no_such_data"),
         (["--wordings", "x"], "--wordings"),
+        (["--method", "lora", "--rank", "0"], "rank is 0"),
+        (["--method", "mlp", "--width", "-1"], "width is -1"),
     ],
 )
 def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
@@ -388,8 +506,9 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(t
 
 
 @pytest.mark.slow
-def test_the_real_smollm2_halves_its_loss_in_20_steps(tmp_path):
-    done = run("train.py", "--steps", 20, "--no_eval", "--out", tmp_path / "cal")
+@pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full"])
+def test_the_real_smollm2_halves_its_loss_in_20_steps(method, tmp_path):
+    done = run("train.py", "--method", method, "--steps", 20, "--no_eval", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    losses = [row["loss"] for row in read_jsonl(tmp_path / "cal" / "metrics.jsonl")]
+    losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert sum(losses[-3:]) / 3 < losses[0] / 2
