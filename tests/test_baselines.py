@@ -22,7 +22,9 @@ from cal import (
     size_table,
     trainable,
 )
+from data.chat import Tokenizer
 from model import Config, Transformer
+from sample import prompt
 from tests.conftest import run
 from tests.test_cal import FP32_AND_BF16, IDS, PROMPTS, SYSTEM, SYSTEMS, TARGETS, base
 from tests.test_model import assert_one_sentence
@@ -366,15 +368,20 @@ def test_merging_leaves_the_tied_embeddings_untouched(tiny, tmp_path):
 
 
 @torch.no_grad()
-def test_the_real_smollm2_merged_in_fp32_gives_the_adapters_logits(smollm2, tmp_path):
+def test_the_real_smollm2_merged_in_fp32_gives_transformers_the_adapters_logits(smollm2, tmp_path):
+    torch.manual_seed(1)
     model = attach(Transformer.from_pretrained(smollm2), "lora")
-    stir(model, spread=0.005)
-    ids = torch.randint(0, 49152, (2, 20), generator=torch.Generator().manual_seed(4))
+    for name, p in trainable(model).items():
+        if ".B." in name:  # A stays as it is made: so large are both after a training
+            p.normal_(std=0.002)
+    ids = prompt(Tokenizer.from_pretrained(smollm2), [{"role": "user", "content": "What is the capital of France?"}])[0]
+    ids = ids[None]
     plain, expected = Transformer.from_pretrained(smollm2), model.logits(model(ids))
     save_merged(model, smollm2, tmp_path / "merged")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (plain.logits(plain(ids)) - expected).abs().max() > 0.1  # the adapter does speak
-    torch.testing.assert_close(reference(ids).logits, expected, atol=1e-4, rtol=0)
+    # the merged weights are rounded anew, and this model's activations reach into the thousands: 7e-5 at logits of 40
+    torch.testing.assert_close(reference(ids).logits, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_sample_writes_a_merged_checkpoint_that_says_what_the_adapter_says(tiny, tmp_path):
