@@ -1,0 +1,129 @@
+"""SysBench's judge question, the judge's verdict, and the three rates of arXiv 2408.10943.
+
+CSR  constraint satisfaction rate: the share of all criteria that hold
+ISR  instruction satisfaction rate: the share of turns in which every criterion holds
+SSR  session stability rate: how many turns from the first on hold without a break, as a share of the turns, averaged
+     over conversations
+
+A turn's verdict is a dict: criterion number -> whether it holds. None: the judge gave no verdict.
+"""
+
+import re
+
+MAX_NEW_TOKENS = 2048  # of the benchmark's models/qwen2_7b.py
+
+# the published question, to the character: get_eval_pattern() of utils.py, github.com/PKU-Baichuan-MLSystemLab/SysBench
+# at 176ecb4dd8334c258f3006ef637b4a4ca62a314a, split where the conversation is put in
+SYSTEM = """
+# 背景与目标
+你现在是一个大模型结果评估专家。以下，你将会面对一个大模型system prompt遵循能力评估任务。
+我将会给出你对应的system prompt、历史对话、当前轮次的问题、和当前轮次的回答
+需要你准确判断当前轮次的回答是否合格。
+为了让你的评判足够准确，我还将会给出评判细则，需要你准确判断并告知评判细则当中每一条约束的遵循情况。
+
+# 对话信息
+## system prompt
+<system prompt>
+{system}
+</system prompt>
+
+## 历史对话轮次
+
+"""
+ROUND = """
+<round-{number}>
+<role:>
+user
+</role>
+<content>
+{user}
+</content>
+<role:>assistant</role>
+<content>
+{assistant}
+</content>
+</round-{number}>
+
+"""
+CURRENT = """
+## 当前待评估的对话轮次
+<role:>
+user
+</role>
+<content>
+{user}
+</content>
+
+<role:>
+assistant
+</role>
+<content>
+{assistant}
+</content>
+
+# 评判细则
+<评判细则>
+{criteria}
+</评判细则>
+"""
+ANSWER = """
+请你认真阅读上述system prompt设定与历史对话轮次，并严格以评判细则为评判标准，针对评判细则当中的逐条要求，判断当前对话轮次的回答是否遵循。
+请以json格式回答，包含两个字段：评判理由、评判结果（评判结果为一个dict，dict的key评判细则的序号，value为对应的评判结果（是/否））
+输出格式如下：
+'''json
+{
+  "评判理由": "……",
+  "评判结果": {
+    1: "……",
+    ……
+  }
+}
+'''
+
+"""
+
+# the verdict's part of the judge's reply, and one criterion in it; the question shows the numbers without quotes
+RESULT = re.compile(r"""["']评判结果["']\s*:\s*\{([^{}]*)\}""")
+CRITERION = re.compile(r"""\s*["']?(\d+)["']?\s*:\s*["'](是|否)["']\s*""")
+
+
+def judge_messages(example: dict, turn: int, replies: list[str]) -> list[dict]:
+    """The messages that ask the judge about the reply to user turn `turn` (from 0), with all turns before as history."""
+    users, criteria = example["turns"], example["criteria"][turn]
+    question = SYSTEM.format(system=example["messages"][0]["content"])
+    for i in range(turn):
+        question += ROUND.format(number=i + 1, user=users[i], assistant=replies[i])
+    checklist = "\n".join(f"{number}. {text}" for number, text in criteria.items())
+    question += CURRENT.format(user=users[turn], assistant=replies[turn], criteria=checklist) + ANSWER
+    return [{"role": "user", "content": question}]
+
+
+def parse_verdict(text: str) -> dict[str, bool] | None:
+    """The judge's verdict by criterion number; None where the text holds none, or anything but 是 (yes) and 否 (no).
+
+    our choice: only the verdict has to be well formed. The reason before it may hold quotes that no parser accepts.
+    """
+    results = RESULT.findall(text)
+    if not results:
+        return None
+    criteria = [CRITERION.fullmatch(entry) for entry in results[-1].rstrip().rstrip(",").split(",")]
+    if not all(criteria):
+        return None
+    return {criterion[1]: criterion[2] == "是" for criterion in criteria}
+
+
+def score(example: dict, replies: list[str], verdicts: list[dict[str, bool] | None]) -> dict:
+    """The three rates of one conversation, from one verdict a turn; the replies themselves are the judge's to read.
+
+    "CSR": a bool for each criterion of all turns; "ISR": a bool for each turn; "SSR": float in 0..1 (tab4_turn.py of
+    the benchmark). None stands wherever a missing verdict leaves it open.
+    """
+    csr = [
+        None if verdict is None else verdict[number]
+        for criteria, verdict in zip(example["criteria"], verdicts)
+        for number in criteria
+    ]
+    isr = [None if verdict is None else all(verdict.values()) for verdict in verdicts]
+    held = next((turn for turn, holds in enumerate(isr) if not holds), len(isr))  # turns before the first break
+    undecided = held < len(isr) and isr[held] is None
+    return {"CSR": csr, "ISR": isr, "SSR": None if undecided else held / len(isr)}
