@@ -1,18 +1,28 @@
 """
-Runs a model over the test sets of data/hierarchy and scores its replies by program:
+Runs a model over benchmarks and scores its replies by program, as the benchmarks' authors do:
 
-    python eval.py --adapter out/cal --out out/cal-again     an adapter
-    python eval.py --out out/base                            the bare base
-    python eval.py --rescore out/cal                         counts the kept replies again, without a model
-    python eval.py --compare out/cal out/mlp out/lora        runs side by side; those that differ in --seed alone as one
+    python eval.py --adapter out/cal                              data/hierarchy, the default
+    python eval.py --adapter out/cal --tasks ifeval,mmlu --out out/cal-eval
+    python eval.py --tasks all --limit 8                          the bare base, a few prompts of each
+    python eval.py --rescore out/cal-eval                         counts the kept replies again, without a model
+    python eval.py --compare out/cal out/mlp out/lora             runs side by side; those of other seeds as one
+
+A task is a folder of data/: prepare.py makes its examples.jsonl (messages, and what the score needs), score.py judges a
+reply. Here is the one loop over all of them. --out gets, for each task, every reply (TASK.jsonl) and the scores
+(TASK.json); a run that was stopped goes on where it was when the same command is given again.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import platform
+import random
 import re
 import sys
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +33,22 @@ from cal import write_whole
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from data.hierarchy.score import follows, plain, right
+from data.sysbench.judge import judge as ask_judge
 from model import Transformer, read_json
 from sample import add_model_flags, load, prompt
 
 ROOT = Path(__file__).parent
-HIERARCHY = ROOT / "data" / "hierarchy"
+EXAMPLES = ROOT / "data"
+HIERARCHY = EXAMPLES / "hierarchy"
 CACHE = ROOT / ".cache"
 # set: how many of its prompts are asked by default; 24 earlier turns are long
 SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
+TASKS = ("hierarchy", "ifeval", "sys_ifeval", "long_ifeval", "erosion", "sysbench", "msj", "tensortrust",
+         "ih_challenge", "sep", "mmlu", "gsm8k", "squad", "glaive")  # fmt: skip
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files
 
 
 def read_jsonl(file: Path) -> list[dict]:
@@ -54,55 +71,171 @@ def write_json(file: Path, content: dict) -> None:
     write_whole(file, json.dumps(content, indent=1, default=str) + "\n")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# examples
+
+
 def load_sets(limit: int | None = None) -> list[dict]:
-    """The test prompts, the first `limit` of each set: {"set", "messages", "family", "parameter", …}."""
+    """The test prompts of data/hierarchy, the first `limit` of each set: {"set", "messages", "family", …}."""
     if limit is not None and limit < 1:
         raise ValueError(f"the limit of prompts a set is {limit}: it must be at least 1")
     prepare_if_needed()
     return [
-        {"set": name, **example}
+        {"set": name, "id": f"{name}/{i}", **example}
         for name, n in SETS.items()
-        for example in read_jsonl(HIERARCHY / f"{name}.jsonl")[: n if limit is None else limit]
+        for i, example in enumerate(read_jsonl(HIERARCHY / f"{name}.jsonl")[: n if limit is None else limit])
     ]
 
 
-def judge(example: dict, reply: str) -> dict:
+def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[dict]:
     """
-    The example with its reply; "followed": whether it keeps the rule, or, where there is none, is plain; and "right":
-    whether the answer stands in it, whatever its form (None where the rule is not to answer).
+    A task's examples, made where they are missing: the first --limit of a seeded shuffle, dealt over the task's groups
+    (subjects, lengths, …). OSError or ValueError where the data can't be had.
     """
-    family, parameter = example["family"], example["parameter"]
-    followed = plain(reply) if family == "plain" else follows(family, parameter, reply)
-    answered = None if family == "away" else right(example["answer"], reply)
-    return {**example, "reply": reply, "followed": followed, "right": answered}
+    if task == "hierarchy":
+        return load_sets(args.limit)
+    module = import_module(f"data.{task}.prepare")
+    file = EXAMPLES / task / "examples.jsonl"
+    if not file.is_file():
+        module.prepare(file.parent)
+    examples = read_jsonl(file)
+    for number, e in enumerate(examples, start=1):
+        if not isinstance(e, dict) or "id" not in e or not {"messages", "asks"} & e.keys():
+            raise ValueError(f"{file} line {number} is no example: delete the file, and it is made anew")
+    if task == "long_ifeval":
+        examples = [
+            {**e, "id": f"{e['id']}/{n}", "group": f"{n} tokens", "length": n} for n in args.lengths for e in examples
+        ]
+    random.Random(args.seed).shuffle(examples)
+    groups: dict[str, list[dict]] = {}
+    for example in examples:
+        groups.setdefault(group_of(example), []).append(example)
+    dealt = [e for one_of_each in zip_longest(*groups.values()) for e in one_of_each if e is not None]
+    chosen = dealt[: args.limit]
+    if task == "long_ifeval":
+        filler = module.read_filler(args.filler)
+        chosen = [module.lengthen(e, tok, filler) for e in chosen]
+    if task == "erosion":
+        chosen = [{**e, "turns": e["turns"][: args.turns]} for e in chosen]
+    return chosen
+
+
+def group_of(example: dict) -> str:
+    """The row of the table that an example is counted in."""
+    return example.get("group", example.get("set", "all"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# replies
+
+
+def with_system(messages: list[dict], system: str) -> list[dict]:
+    """The messages, with a system message in front if they have none and system is not empty."""
+    has_one = not system or (messages and messages[0]["role"] == "system")
+    return messages if has_one else [{"role": "system", "content": system}, *messages]
+
+
+def generate(
+    model: Transformer, tok: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
+) -> list[str | None]:
+    """Greedy replies; None to a conversation that leaves no room for one in the model's context."""
+    prompts = [prompt(tok, messages) for messages in conversations]
+    fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) < model.config.max_positions]
+    ids, systems = [prompts[i][0] for i in fitting], [prompts[i][1] for i in fitting]
+    replies: list[str | None] = [None] * len(prompts)
+    for i, new in zip(fitting, model.generate(ids, systems, max_new_tokens, stop_ids=tok.stop_ids)):
+        replies[i] = tok.decode(new)
+    return replies
+
+
+def converse(
+    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str
+) -> list[list[str | None]]:
+    """The replies to each example's turns, asked one after the other with the model's own replies in between."""
+    histories = [with_system(list(e["messages"]), system) for e in examples]
+    replies: list[list[str | None]] = [[] for _ in examples]
+    for turn in range(max(len(e["turns"]) for e in examples)):
+        going = [i for i, e in enumerate(examples) if turn < len(e["turns"])]
+        for i in going:
+            histories[i] = [*histories[i], {"role": "user", "content": examples[i]["turns"][turn]}]
+        for i, reply in zip(going, generate(model, tok, [histories[i] for i in going], max_new_tokens)):
+            replies[i].append(reply)  # None once the conversation is too long, and then for its other turns as well
+            histories[i] = [*histories[i], {"role": "assistant", "content": reply or ""}]
+    return replies
+
+
+@torch.no_grad()
+def choose(model: Transformer, tok: Tokenizer, examples: list[dict], system: str) -> list[dict]:
+    """
+    The likeliest of each example's choices, single tokens, right after the opening of the assistant's reply:
+    {"reply", "log-likelihoods": in nats, by choice}.
+    """
+    rows: list[dict] = [{"reply": None}] * len(examples)
+    for i, example in enumerate(examples):
+        ids, mask = prompt(tok, with_system(example["messages"], system))
+        ids = torch.cat((ids, torch.tensor(tok.encode(example["opening"]))))
+        mask = torch.nn.functional.pad(mask, (0, len(ids) - len(mask)))
+        tokens = [tok.encode(choice) for choice in example["choices"]]
+        if any(len(token) != 1 for token in tokens):
+            raise ValueError(f"the tokenizer has no single token for one of {example['choices']}: take another model")
+        if len(ids) > model.config.max_positions:
+            continue
+        device = model.embed_tokens.weight.device
+        hidden = model(ids[None].to(device), mask[None].to(device))[0, -1]
+        likelihoods = model.logits(hidden).float().log_softmax(-1)[[token[0] for token in tokens]].tolist()
+        best = max(range(len(tokens)), key=lambda c: likelihoods[c])
+        rows[i] = {"reply": example["choices"][best], "log-likelihoods": likelihoods}
+    return rows
+
+
+def first_asks(example: dict) -> list[list[dict]]:
+    """The conversations that an example asks, of its turns the first one."""
+    if "turns" in example:
+        return [[*example["messages"], {"role": "user", "content": example["turns"][0]}]]
+    return example["asks"] if "asks" in example else [example["messages"]]
+
+
+def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str) -> list[dict]:
+    """What the model says to a batch of examples of one kind: {"reply": a text, or a list of texts}, by example."""
+    if "choices" in examples[0]:
+        return choose(model, tok, examples, system)
+    if "turns" in examples[0]:
+        return [{"reply": replies} for replies in converse(model, tok, examples, max_new_tokens, system)]
+    asks = [first_asks(e) for e in examples]
+    flat = iter(generate(model, tok, [with_system(m, system) for a in asks for m in a], max_new_tokens))
+    replies = [[next(flat) for _ in a] for a in asks]
+    return [{"reply": r if "asks" in e else r[0]} for e, r in zip(examples, replies)]
 
 
 def ask(
-    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 32, batch_tokens: int = 4096
-) -> list[dict]:
+    model: Transformer,
+    tok: Tokenizer,
+    examples: list[dict],
+    max_new_tokens: int = 32,
+    batch_tokens: int = 4096,
+    system: str = "",
+    bar: str = "replies",
+) -> Iterator[tuple[int, dict]]:
     """
-    Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens.
-    Returns the examples in their order, each judged.
+    Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
+    (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same.
     """
-    prompts = [prompt(tok, e["messages"]) for e in examples]
-    order = sorted(range(len(examples)), key=lambda i: len(prompts[i][0]))
-    done: list[dict] = [{}] * len(examples)
-    with tqdm(total=len(examples), desc="replies", leave=False) as bar:
+    lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
+    order = sorted(range(len(examples)), key=lambda i: lengths[i])
+    with tqdm(total=len(examples), desc=bar, leave=False) as progress:
         while order:
             # the longest comes last, so it decides how many fit beside it
-            n = max(1, batch_tokens // len(prompts[order[-1]][0]))
+            n = max(1, batch_tokens // lengths[order[-1]])
             batch, order = order[-n:], order[:-n]
-            ids, systems = zip(*(prompts[i] for i in batch))
-            for i, new in zip(batch, model.generate(list(ids), list(systems), max_new_tokens, stop_ids=tok.stop_ids)):
-                done[i] = judge(examples[i], tok.decode(new))
-            bar.update(len(batch))
-    return done
+            said = reply_to(model, tok, [examples[i] for i in batch], max_new_tokens, system)
+            yield from ((i, {**examples[i], **row}) for i, row in zip(batch, said))
+            progress.update(len(batch))
 
 
 def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Path) -> list[dict]:
     """
-    ask, of a model that adds nothing yet, loaded from the checkpoint directory path. Its replies stay in .cache/, and
-    serve every later run with the same weights, prompts, device, dtype and code.
+    The judged replies to data/hierarchy of a model that adds nothing yet, loaded from the checkpoint directory path.
+    They stay in .cache/, and serve every later run with the same weights, prompts, device, dtype and code.
     """
     weight, code = model.embed_tokens.weight, [ROOT / "model.py", ROOT / "eval.py", ROOT / "data" / "chat.py"]
     files = {str(f.resolve()): (f.stat().st_size, f.stat().st_mtime_ns) for f in [*path.iterdir(), *code]}
@@ -110,92 +243,174 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     file = CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        write_jsonl(file, ask(model, tok, examples))
+        write_jsonl(file, ask_in_order(model, tok, examples))
     return read_jsonl(file)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean of values (n,): 2,000 resamples, from a fixed seed."""
-    resamples = np.random.default_rng(0).choice(values, (2000, len(values))).mean(axis=1)
-    low, high = np.quantile(resamples, (0.025, 0.975))
-    return float(low), float(high)
-
-
-def summarize(rows: list[dict]) -> dict[str, dict]:
-    """
-    By set: the share that followed, n, the share's 95 % interval, and the share of right answers among the rows that
-    have one (None if there are none).
-    """
-    table = {}
-    for name in dict.fromkeys(row["set"] for row in rows):
-        of_set = [row for row in rows if row["set"] == name]
-        followed = np.array([row["followed"] for row in of_set], dtype=float)
-        answers = [row["right"] for row in of_set if row["right"] is not None]
-        low, high = interval(followed)
-        table[name] = {"followed": followed.mean(), "n": len(followed), "low": low, "high": high}
-        table[name]["right"] = sum(answers) / len(answers) if answers else None
-    return table
-
-
-def show(tables: dict[str, dict[str, dict]]) -> str:
-    """
-    A Markdown table: a row a test set; for each entry of tables (summarize's results by name) a column of what kept
-    the rule and one of what was right.
-    """
-    sets = list(dict.fromkeys(name for table in tables.values() for name in table))
-    columns = [f"{what}, {when}" for what in ("kept", "right") for when in tables]
-    lines = ["| set | n | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
-    for name in sets:
-        rows = [table[name] for table in tables.values()]
-        cells = [f"{row['followed']:.0%} ({100 * row['low']:.0f} to {100 * row['high']:.0f})" for row in rows]
-        cells += ["–" if row["right"] is None else f"{row['right']:.0%}" for row in rows]
-        lines.append(f"| {name} | {rows[0]['n']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def kept_replies(folder: Path) -> list[dict]:
-    """The rows of a run's replies.jsonl, judged anew. ValueError or FileNotFoundError if they are no replies."""
-    file = folder / "replies.jsonl"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no replies.jsonl: give the directory of a run")
-    try:
-        return [{"when": row["when"], **judge(row, row["reply"])} for row in read_jsonl(file)]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None
-
-
-def rescore(folder: Path) -> dict[str, dict[str, dict]]:
-    """Recounts the replies kept in folder: summarize's tables by what the replies are of ("before", "after", …)."""
-    rows = kept_replies(folder)
-    return {when: summarize([r for r in rows if r["when"] == when]) for when in dict.fromkeys(r["when"] for r in rows)}
+def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> list[dict]:
+    """The judged replies to examples of data/hierarchy, in the examples' order."""
+    return judge("hierarchy", [row for _, row in sorted(ask(model, tok, examples), key=lambda pair: pair[0])])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# several runs, side by side
+# scores
 
-Verdicts = dict[str, dict]  # by prompt: its row
+Table = dict[str, dict[str, dict]]  # by group, by measure: mean, n, undecided, low, high
 
 
-def by_prompt(rows: list[dict], when: str) -> Verdicts:
-    return {json.dumps([row["set"], row["messages"]]): row for row in rows if row["when"] == when}
+def judge(task: str, rows: list[dict], allow_code: bool = False) -> list[dict]:
+    """The rows with "scores" by the task's score.py; none for a reply that did not come as its prompt was too long."""
+    score, judged = import_module(f"data.{task}.score").score, []
+    for row in rows:
+        options = {"allow_code": allow_code} if task == "ih_challenge" else {}
+        options |= {"verdicts": row["verdicts"]} if task == "sysbench" else {}
+        unanswered = row["reply"] is None or ("asks" in row and None in row["reply"])
+        judged.append({**row, "scores": {} if unanswered else score(row, row["reply"], **options)})
+    return judged
+
+
+def decisions(row: dict, measure: str) -> list[float]:
+    """What a measure decided of one reply: one number, or several that are pooled; undecided ones are left out."""
+    value = row["scores"].get(measure)
+    return [float(v) for v in (value if isinstance(value, list) else [value]) if v is not None]
+
+
+def pool(values: Iterable[list[float]]) -> list[float]:
+    """All prompts' decisions in one list."""
+    return [v for of_prompt in values for v in of_prompt]
+
+
+def mean(values: list[list[float]]) -> float | None:
+    """The mean of all decisions; None if there are none."""
+    return float(np.mean(pool(values))) if any(values) else None
+
+
+def resample(values: list[list[float]]) -> np.ndarray:
+    """2,000 bootstrap means (2000,): prompts are drawn again, each with all its decisions, from a fixed seed."""
+    sums, counts = np.array([sum(v) for v in values]), np.array([len(v) for v in values])
+    rng, means = np.random.default_rng(0), []
+    for _ in range(20):  # in parts: 14,000 prompts would be 28 million draws
+        drawn = rng.integers(0, len(values), (100, len(values)))
+        with np.errstate(invalid="ignore"):
+            means.append(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+    return np.concatenate(means)
+
+
+def interval(means: np.ndarray) -> dict[str, float]:
+    """The 95 % interval of bootstrap means; differences of two models' means over the same prompts are paired."""
+    low, high = np.nanquantile(means, (0.025, 0.975))
+    return {"low": float(low), "high": float(high)}
+
+
+def summarize(rows: list[dict]) -> Table:
+    """
+    By group and measure: the mean, the n decisions that it is over, how many were left undecided, and the mean's 95 %
+    bootstrap interval. More than ten groups are pooled, as "all", with "macro", the mean of their means, beside.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row), []).append(row)
+    macro: dict[str, list[float]] = {}
+    if len(groups) > 10:
+        for of_group in groups.values():
+            for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
+                if values := pool(decisions(row, measure) for row in of_group):
+                    macro.setdefault(measure, []).append(sum(values) / len(values))
+        groups = {"all": rows}
+    table: Table = {}
+    for group, of_group in groups.items():
+        table[group] = {}
+        for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
+            values = [decisions(row, measure) for row in of_group]
+            entry = {"mean": mean(values), "n": len(pool(values)), "prompts": len(values)}
+            entry["undecided"] = sum(not v for v in values)
+            table[group][measure] = entry | (interval(resample(values)) if entry["n"] else {"low": None, "high": None})
+            if measure in macro:
+                table[group][measure]["macro"] = sum(macro[measure]) / len(macro[measure])
+    return table
+
+
+def percent(entry: dict | None) -> str:
+    """A table's cell: the mean in percent, and its interval."""
+    if entry is None or entry["mean"] is None:
+        return "–"
+    return f"{entry['mean']:.1%} ({100 * entry['low']:.0f} to {100 * entry['high']:.0f})"
+
+
+def markdown(heads: list[str], lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def show(tables: dict[str, Table]) -> str:
+    """A Markdown table of one task: a row a group; a column for each measure and each of the tables by name."""
+    measures = list(dict.fromkeys(m for table in tables.values() for group in table.values() for m in group))
+    lines = []
+    for group in dict.fromkeys(group for table in tables.values() for group in table):
+        entries = [table.get(group, {}).get(measure) for measure in measures for table in tables.values()]
+        n = next((str(entry["prompts"]) for entry in entries if entry), "0")
+        lines.append([group, n, *map(percent, entries)])
+    return markdown(["set", "n", *(f"{measure}, {name}" for measure in measures for name in tables)], lines)
+
+
+def notes(rows: list[dict], table: Table) -> str:
+    """What the table does not show: prompts that did not fit, decisions that could not be made, macro averages."""
+    said = []
+    if long := sum(row["reply"] is None or (isinstance(row["reply"], list) and None in row["reply"]) for row in rows):
+        said.append(f"{long} of {len(rows)} prompts do not fit the model's context and are left out")
+    for group, entries in table.items():
+        for measure, entry in entries.items():
+            if entry["undecided"] > long:
+                said.append(f"{measure} of {group} could not be decided for {entry['undecided'] - long} replies")
+            if "macro" in entry:
+                said.append(f"macro average of {measure} {entry['macro']:.1%}")
+    return "".join(f"\n{sentence}" for sentence in said)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# kept replies: one run again, or several side by side
+
+
+def kept_replies(folder: Path, allow_code: bool = False) -> dict[str, dict[str, list[dict]]]:
+    """
+    The replies in a directory of train.py or eval.py, judged anew: by task, and by whose they are ("before", …).
+    ValueError or FileNotFoundError if they are none.
+    """
+    files = {task: folder / f"{task}.jsonl" for task in TASKS} | {"hierarchy": folder / "replies.jsonl"}
+    files |= {"hierarchy": folder / "hierarchy.jsonl"} if (folder / "hierarchy.jsonl").is_file() else {}
+    kept: dict[str, dict[str, list[dict]]] = {}
+    for task, file in files.items():
+        try:
+            for row in judge(task, read_jsonl(file), allow_code) if file.is_file() else []:
+                kept.setdefault(task, {}).setdefault(row["when"], []).append(row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None
+    if not kept:
+        raise FileNotFoundError(f"{folder} holds no replies.jsonl and no TASK.jsonl: give the directory of a run")
+    return kept
 
 
 def load_runs(folders: list[Path]) -> dict[str, list[dict]]:
     """
     The complete runs among folders, by name; those whose flags differ in the seed alone share one. Each is its
-    results.json and, under "verdicts" and "base", its judged replies after and before the training.
+    results.json with its replies by prompt under "rows", those of the untrained base under "base".
     """
     groups: dict[str, list[dict]] = {}
     for folder in folders:
-        if not (folder / "results.json").is_file():
-            if folder.is_dir():  # out/* may bring other files along
-                print(f"{folder} is left out: it has no results.json, so its run is not complete", file=sys.stderr)
+        if not folder.is_dir():  # out/* may bring other files along
             continue
-        run, rows = read_json(folder / "results.json"), kept_replies(folder)
-        last = rows[-1]["when"] if rows else ""
-        run |= {"name": folder.name, "verdicts": by_prompt(rows, last), "base": by_prompt(rows, "before")}
-        key = {name: value for name, value in run.get("flags", {}).items() if name != "seed"}
-        groups.setdefault(json.dumps(key or folder.name, sort_keys=True), []).append(run)
+        about = next((folder / f for f in ("results.json", "flags.json") if (folder / f).is_file()), None)
+        if about is None or (about.name == "flags.json" and (folder / "metrics.jsonl").exists()):
+            print(f"{folder} is left out: it holds no complete run", file=sys.stderr)
+            continue
+        run, kept = read_json(about), kept_replies(folder)
+        run = run if "flags" in run else {"flags": run}
+        run |= {"name": folder.name, "rows": {}, "base": {}}
+        for task, whens in kept.items():
+            for when, rows in whens.items():
+                by_prompt = {prompt_key(task, row): row for row in rows}
+                run["base" if when == "before" else "rows"] |= by_prompt
+        key = {name: value for name, value in run["flags"].items() if name != "seed"}
+        groups.setdefault(json.dumps(key or folder.name, sort_keys=True, default=str), []).append(run)
     if not groups:
         raise ValueError(f"none of {', '.join(map(str, folders))} holds a complete run: give directories of train.py")
     named = {}
@@ -206,119 +421,219 @@ def load_runs(folders: list[Path]) -> dict[str, list[dict]]:
     return named
 
 
-def compare(groups: dict[str, list[dict]]) -> dict[str, dict]:
-    """
-    For "kept" (the rule) and "right" (the answer), by test set: n, the prompts that all runs share; the base's share;
-    and by group the mean share over its runs, theirs each, and the difference to the first group with its paired 95 %
-    interval: the prompts are resampled, each with its mean over the runs of a group.
-    """
-    everyone = [run["verdicts"] for runs in groups.values() for run in runs]
-    base = next((run["base"] for runs in groups.values() for run in runs if run["base"]), None)
-    everyone += [base] if base else []
-    shared = [key for key in everyone[0] if all(key in verdicts for verdicts in everyone)]
-    tables: dict[str, dict] = {}
-    for measure, field in (("kept", "followed"), ("right", "right")):
-        tables[measure] = {}
-        for name in dict.fromkeys(everyone[0][key]["set"] for key in shared):
-            keys = [k for k in shared if everyone[0][k]["set"] == name and everyone[0][k][field] is not None]
-            if not keys:
-                continue
-            row = tables[measure][name] = {"n": len(keys), "base": None, "groups": {}}
-            if base:
-                row["base"] = float(np.mean([base[key][field] for key in keys]))
-            first = None
-            for group, runs in groups.items():
-                scores = np.array([[run["verdicts"][key][field] for key in keys] for run in runs], dtype=float)
-                prompts = scores.mean(axis=0)  # (n,)
-                first = prompts if first is None else first
-                low, high = interval(prompts - first)
-                row["groups"][group] = {"mean": prompts.mean(), "runs": scores.mean(axis=1).tolist()}
-                row["groups"][group] |= {"difference": (prompts - first).mean(), "low": low, "high": high}
-    return tables
+def prompt_key(task: str, row: dict) -> tuple[str, str, str]:
+    """What tells a prompt from all others of all tasks."""
+    return task, group_of(row), json.dumps(row["asks"] if "asks" in row else [row["messages"], row.get("turns")])
 
 
-def show_comparison(groups: dict[str, list[dict]], tables: dict[str, dict]) -> str:
-    """compare's tables in Markdown, and one of what the runs cost. Differences are in percentage points."""
+def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
+    """
+    By (task, group, measure): n, the prompts that all runs share; the base's mean; and by group of runs the mean over
+    them, theirs each, and the difference to the first group with its paired 95 % interval: the prompts are drawn again,
+    each with all its runs.
+    """
+    everyone = [run["rows"] for runs in groups.values() for run in runs]
+    base = next((run["base"] for runs in groups.values() for run in runs if run["base"]), {})
+    cells: dict[tuple[str, str, str], list] = {}
+    for key in [key for key in everyone[0] if all(key in rows for rows in everyone)]:
+        for measure in everyone[0][key]["scores"]:
+            cells.setdefault((*key[:2], measure), []).append(key)
+    table = {}
+    for cell, keys in cells.items():
+        measure, drawn, row = cell[2], {}, {"n": len(keys), "base": None, "groups": {}}
+        for group, runs in groups.items():
+            by_run = [[decisions(run["rows"][key], measure) for key in keys] for run in runs]
+            together = [pool(of_runs) for of_runs in zip(*by_run)]  # a prompt's decisions in all runs
+            if not all(map(pool, by_run)):
+                break
+            drawn[group] = resample(together)
+            row["groups"][group] = {"mean": mean(together), "runs": [mean(values) for values in by_run]}
+            first = next(iter(groups))
+            row["groups"][group]["difference"] = row["groups"][group]["mean"] - row["groups"][first]["mean"]
+            row["groups"][group] |= interval(drawn[group] - drawn[first])
+        if len(row["groups"]) < len(groups):
+            continue
+        if all(key in base for key in keys):
+            row["base"] = mean([decisions(base[key], measure) for key in keys])
+        table[cell] = row
+    return table
+
+
+def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict]) -> str:
+    """compare's table in Markdown, and one of what the runs cost. Differences are in percentage points."""
     first, *others = groups
-    titles = {"kept": "Replies that kept the rule", "right": "Replies with the right answer, whatever their form"}
     lines = []
-    for measure, table in tables.items():
-        heads = ["set", "n", "base", *groups, *(f"{group} - {first}" for group in others)]
-        lines += [f"{titles[measure]}:", "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-        for name, row in table.items():
-            cells = [name, str(row["n"]), "–" if row["base"] is None else f"{row['base']:.0%}"]
-            for entry in row["groups"].values():
-                spread = f" ({100 * min(entry['runs']):.0f} to {100 * max(entry['runs']):.0f})"
-                cells.append(f"{entry['mean']:.0%}" + (spread if len(entry["runs"]) > 1 else ""))
-            for group in others:
-                entry = row["groups"][group]
-                points = [100 * entry[key] for key in ("difference", "low", "high")]
-                cells.append("{:+.0f} ({:+.0f} to {:+.0f})".format(*points))
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    heads = ["run", "seeds", "parameters", "validation loss", "training, s", "peak memory, GB"]
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for (task, group, measure), row in table.items():
+        cells = [task, group, measure, str(row["n"]), "–" if row["base"] is None else f"{row['base']:.0%}"]
+        for entry in row["groups"].values():
+            several = len(entry["runs"]) > 1
+            spread = f" ({100 * min(entry['runs']):.0f} to {100 * max(entry['runs']):.0f})" if several else ""
+            cells.append(f"{entry['mean']:.0%}{spread}")
+        for group in others:
+            entry = row["groups"][group]
+            points = [100 * entry[key] for key in ("difference", "low", "high")]
+            cells.append("{:+.0f} ({:+.0f} to {:+.0f})".format(*points))
+        lines.append(cells)
+    heads = ["task", "set", "measure", "n", "base", *groups, *(f"{group} - {first}" for group in others)]
+    costs = []
     for group, runs in groups.items():
-        cells = [group, ", ".join(str(run.get("seed", "–")) for run in runs)]
-        cells.append(f"{runs[0]['parameters']:,}" if "parameters" in runs[0] else "–")
+        parameters = runs[0].get("parameters")
+        cells = [group, ", ".join(str(run["flags"].get("seed", "–")) for run in runs)]
+        cells.append("–" if parameters is None else f"{parameters:,}")
         for name, digits in (("val_loss", 4), ("train_seconds", 0), ("peak_memory_gb", 1)):
             values = [run[name] for run in runs if run.get(name) is not None]
             cells.append(f"{np.mean(values):.{digits}f}" if values else "–")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        costs.append(cells)
+    cost_heads = ["run", "seeds", "parameters", "validation loss", "training, s", "peak memory, GB"]
+    return f"{markdown(heads, lines)}\n\n{markdown(cost_heads, costs)}"
+
+
+def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict], file: Path) -> None:
+    """Draws, for each task whose groups are numbers (tokens, turns, shots), every run's scores over them."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    curves: dict[tuple[str, str], list] = {}
+    for (task, group, measure), row in table.items():
+        place = re.search(r"\d+", f"{measure} {group}" if task == "erosion" else group)
+        if task in ("long_ifeval", "erosion", "msj") and place:
+            kind = re.sub(r"\W*\d+\W*", "", measure) or measure
+            curves.setdefault((task, kind), []).append((int(place[0]), row))
+    if not curves:
+        raise ValueError("none of these runs has long_ifeval, erosion or msj: nothing to plot")
+    figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 4), squeeze=False)
+    for ax, ((task, kind), points) in zip(axes[0], curves.items()):
+        points.sort(key=lambda point: point[0])
+        for group in groups:
+            ax.plot([x for x, _ in points], [row["groups"][group]["mean"] for _, row in points], "o-", label=group)
+        ax.set(title=task, xlabel={"long_ifeval": "tokens", "erosion": "turn", "msj": "shots"}[task], ylabel=kind)
+        ax.set_ylim(0, 1)
+        if task != "erosion":
+            ax.set_xscale("log", base=2)
+        ax.legend()
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
-    parser.add_argument(
-        "--limit", type=int, help=f"prompts a set (default: {', '.join(f'{k} {v}' for k, v in SETS.items())})"
-    )
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="tokens a reply may have")
-    parser.add_argument("--batch_tokens", type=int, default=4096, help="prompt tokens that are answered at once")
-    parser.add_argument("--out", type=Path, help="a new directory for replies.jsonl and results.json")
-    parser.add_argument("--rescore", type=Path, metavar="DIR", help="count the replies kept in DIR again, and stop")
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", metavar="DIR", help="print the runs in these directories side by side"
-    )
+    flag = parser.add_argument
+    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(TASKS)} (%(default)s)")
+    sets = ", ".join(f"{name} {n}" for name, n in SETS.items())
+    flag("--limit", type=int, help=f"prompts a task, of hierarchy a set (default: all, of hierarchy {sets})")
+    flag("--system", default="You are a helpful assistant.", help="for tasks without a system prompt (%(default)s)")
+    flag("--max_new_tokens", type=int, help="tokens a reply may have (default: the benchmark's own)")
+    flag("--batch_tokens", type=int, default=4096, help="prompt tokens that are answered at once (%(default)s)")
+    flag("--seed", type=int, default=0, help="of the shuffle that --limit takes the first of (%(default)s)")
+    flag("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of long_ifeval's prompts (%(default)s)")
+    flag("--filler", type=Path, help="a text file for long_ifeval's filler (default: prose that the task makes)")
+    flag("--turns", type=int, default=5, help="user turns of erosion (%(default)s)")
+    flag("--judge", metavar="MODEL", help="judges sysbench, over $OPENAI_BASE_URL with $OPENAI_API_KEY")
+    flag("--allow_code", action="store_true", help="run ih_challenge's downloaded graders, in a process of their own")
+    flag("--out", type=Path, help="a directory for TASK.jsonl, every reply, and TASK.json, the scores")
+    flag("--rescore", type=Path, metavar="DIR", help="count the replies kept in DIR again, and stop")
+    flag("--compare", type=Path, nargs="+", metavar="DIR", help="print the runs in these directories side by side")
+    flag("--plot", type=Path, metavar="FILE", help="with --compare: draw scores by length, turn and shots (matplotlib)")
     args = parser.parse_args()
+
+    if args.rescore:
+        for task, tables in kept_replies(args.rescore, args.allow_code).items():
+            print(f"{task}\n\n{show({when: summarize(rows) for when, rows in tables.items()})}\n")
+        return
     if args.compare:
         groups = load_runs(args.compare)
-        tables, file = compare(groups), args.compare[0].parent / "compare.json"
+        table, file = compare(groups), args.compare[0].parent / "compare.json"
         print(
             "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
             f"paired 95 % intervals\nover the prompts, which do not hold what another seed would change.\n\n"
-            f"{show_comparison(groups, tables)}\n\nThe same numbers, not rounded: {file}"
+            f"{show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
         )
         of_run = ("name", "flags", "parameters", "loss", "val_loss", "train_seconds", "peak_memory_gb")
         runs = {group: [{k: run.get(k) for k in of_run} for run in runs] for group, runs in groups.items()}
-        write_json(file, {"runs": runs, **tables})
+        rows = [{"task": task, "set": group, "measure": name, **row} for (task, group, name), row in table.items()]
+        write_json(file, {"runs": runs, "table": rows})
+        if args.plot:
+            plot(groups, table, args.plot)
         return
-    if args.rescore:
-        print(show(rescore(args.rescore)))
-        return
-    for name in ("limit", "max_new_tokens", "batch_tokens"):
+
+    tasks = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}, or all")
+    for name in ("limit", "max_new_tokens", "batch_tokens", "turns"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if args.out:
-        if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-            raise ValueError(f"{args.out} already holds something: give another --out, or delete it")
-        args.out.mkdir(parents=True, exist_ok=True)
-
+        start_or_go_on(args)
     model, tok, path = load(args)
-    name = "adapter" if args.adapter else "base"
-    rows = ask(model, tok, load_sets(args.limit), args.max_new_tokens, args.batch_tokens)
-    table = summarize(rows)
-    print(f"weights: {weights_source(path)}\n\n{show({name: table})}")
-    if args.out:
-        write_jsonl(args.out / "replies.jsonl", [{"when": name, **row} for row in rows])
-        write_json(args.out / "results.json", {name: table, "weights": weights_source(path), "flags": vars(args)})
+    print(f"weights: {weights_source(path)}")
+    name, reasons = "adapter" if args.adapter else "base", {}
+    for task in tasks:
+        try:
+            if task == "sysbench" and not args.judge:
+                raise ValueError("--judge names the model that judges it, at $OPENAI_BASE_URL")
+            if task == "ih_challenge" and not args.allow_code:
+                raise ValueError("its graders are downloaded code: --allow_code runs them")
+            examples = load_examples(task, args, tok)
+        except (OSError, ValueError) as error:
+            reasons[task] = error
+            print(f"\n{task}: not run ({error})")
+            continue
+        file = args.out / f"{task}.jsonl" if args.out else None
+        rows = read_jsonl(file) if file and file.is_file() else []
+        done = {row["id"] for row in rows}
+        missing = [e for e in examples if e["id"] not in done]
+        module = import_module(f"data.{task}.score")
+        options = (args.max_new_tokens or module.MAX_NEW_TOKENS, args.batch_tokens, args.system, task)
+        with open(file or os.devnull, "a", encoding="utf-8") as kept:
+            for _, row in ask(model, tok, missing, *options):
+                rows.append({"when": name, **row})
+                kept.write(json.dumps(rows[-1]) + "\n")
+                kept.flush()
+        if task == "sysbench":
+            verdicts = ask_judge(rows, args.judge, (args.out or CACHE) / "verdicts.jsonl")
+            rows = [{**row, "verdicts": of_row} for row, of_row in zip(rows, verdicts)]
+        rows = judge(task, rows, args.allow_code)
+        table = summarize(rows)
+        print(f"\n{task}\n\n{show({name: table})}{notes(rows, table)}")
+        if file:
+            about = {"task": task, name: table, "weights": weights_source(path), "flags": vars(args)}
+            about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
+            write_jsonl(file, rows)
+            write_json(args.out / f"{task}.json", about)
+    if len(reasons) == len(tasks):
+        raise ValueError("none of the tasks could be run")
+
+
+def start_or_go_on(args: argparse.Namespace) -> None:
+    """
+    Makes --out, or checks that it holds a run of the same flags, which then goes on. A line that was being written
+    when the run was killed is cut off. ValueError if the directory holds something else.
+    """
+    free = ("tasks", "out", "rescore", "compare", "plot", "judge", "batch_tokens", "device")
+    flags = json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in free}, default=str))
+    file = args.out / "flags.json"
+    if args.out.exists() and not file.is_file() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ValueError(f"{args.out} already holds something: give another --out, or delete it")
+    args.out.mkdir(parents=True, exist_ok=True)
+    started = read_json(file) if file.is_file() else flags
+    if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
+        raise ValueError(f"the run in {args.out} was started with another {', '.join(different)}: give another --out")
+    write_json(file, flags)
+    for task in TASKS:
+        if (replies := args.out / f"{task}.jsonl").is_file():
+            text = replies.read_bytes()
+            write_whole(replies, text[: text.rfind(b"\n") + 1])
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped")
+        sys.exit("stopped: with --out, the same command goes on")
     except (ValueError, OSError) as error:
         sys.exit(f"eval.py: {error}")

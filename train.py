@@ -34,7 +34,7 @@ from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, size_
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from eval import HIERARCHY, ask, ask_base, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
+from eval import HIERARCHY, ask_base, ask_in_order, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
 from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
@@ -164,6 +164,16 @@ def peak_memory(device: str) -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if platform.system() == "Darwin" else peak * 1024 / 1e9  # bytes there, KB elsewhere
+
+
+def by_set(table: dict[str, dict]) -> dict[str, dict]:
+    """summarize's scores of data/hierarchy as results.json has them: by set, who kept the rule, and who was right."""
+    rows = {}
+    for name, scores in table.items():
+        kept = scores["kept"]
+        rows[name] = {"followed": kept["mean"], "n": kept["n"], "low": kept["low"], "high": kept["high"]}
+        rows[name]["right"] = scores["right"]["mean"]
+    return rows
 
 
 def main() -> None:
@@ -385,10 +395,10 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     save_adapter(model, out, **about)
-    after = [{"when": "after", **row} for row in ask(model, tok, tests)] if tests else []
+    after = [{"when": "after", **row} for row in ask_in_order(model, tok, tests)] if tests else []
     results = {
-        "before": summarize(before),
-        "after": summarize(after),
+        "before": by_set(summarize(before)),
+        "after": by_set(summarize(after)),
         **about,
         "parameters": sum(p.numel() for p in parameters),
         "train_seconds": sum(row["seconds"] for row in rows),
@@ -399,8 +409,8 @@ def main() -> None:
     checkpoint_file.unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if tests:
-        table = show({when: results[when] for when in ("before", "after")})
-        print(f"\nreplies that kept the rule, with 95 % intervals ({source}):\n\n{table}\n")
+        table = show({"before": summarize(before), "after": summarize(after)})
+        print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{table}\n")
     for name in ("rules", "attacks"):
         for old, new in [pair for pair in zip(before, after) if pair[1]["set"] == name][:1]:
             print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")

@@ -15,20 +15,20 @@ from model import Transformer
 from tests.conftest import run
 
 
-def verdicts(name: str, followed: int, n: int) -> list[dict]:
-    return [{"set": name, "followed": i < followed, "right": i % 4 == 0} for i in range(n)]
+def verdicts(name: str, kept: int, n: int) -> list[dict]:
+    return [{"set": name, "reply": "", "scores": {"kept": i < kept, "right": i % 4 == 0}} for i in range(n)]
 
 
 def test_summarize_counts_each_set_by_itself():
     table = summarize(verdicts("rules", 30, 40) + verdicts("plain", 5, 5))
-    assert (table["rules"]["followed"], table["rules"]["n"]) == (0.75, 40)
-    assert (table["plain"]["followed"], table["plain"]["n"]) == (1.0, 5)
+    assert (table["rules"]["kept"]["mean"], table["rules"]["kept"]["n"]) == (0.75, 40)
+    assert (table["plain"]["kept"]["mean"], table["plain"]["kept"]["n"]) == (1.0, 5)
 
 
 def test_the_bootstrap_interval_agrees_with_the_binomial_one():
     """Resampling 0/1 verdicts is a binomial draw: the quantiles of Binomial(200, 0.7) / 200, to its steps of 0.005 and
     the noise of 2,000 resamples (together under 0.02)."""
-    entry = summarize(verdicts("rules", 140, 200))["rules"]
+    entry = summarize(verdicts("rules", 140, 200))["rules"]["kept"]
     draws = np.random.default_rng(7).binomial(200, 0.7, 200_000) / 200
     assert np.allclose([entry["low"], entry["high"]], np.quantile(draws, (0.025, 0.975)), atol=0.02)
 
@@ -37,9 +37,10 @@ def test_replies_come_back_in_the_order_of_the_prompts_whatever_the_batches(tiny
     """fp32: a batch gives the tokens that single prompts give."""
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
     examples = [e for e in load_sets(2) if e["set"] != "shots24"]
-    together = ask(model, tok, examples, max_new_tokens=5)
-    alone = ask(model, tok, examples, max_new_tokens=5, batch_tokens=1)
-    assert together == alone and [r["messages"] for r in together] == [e["messages"] for e in examples]
+    together = dict(ask(model, tok, examples, max_new_tokens=5))
+    alone = dict(ask(model, tok, examples, max_new_tokens=5, batch_tokens=1))
+    assert together == alone
+    assert [together[i]["messages"] for i in range(len(examples))] == [e["messages"] for e in examples]
 
 
 def test_load_sets_takes_the_first_prompts_of_every_set():
@@ -51,25 +52,28 @@ def test_an_evaluation_keeps_replies_that_rescore_recounts_to_the_same_table(tin
     done = run("eval.py", "--base", tiny, "--limit", 1, "--max_new_tokens", 3, "--out", tmp_path / "base")
     assert done.returncode == 0, done.stderr
     again = run("eval.py", "--rescore", tmp_path / "base")
-    assert again.stdout.strip() and again.stdout in done.stdout
+    assert again.stdout.strip() and again.stdout.strip() in done.stdout
 
 
 def test_rescore_judges_the_replies_and_does_not_trust_the_kept_verdicts(tmp_path):
     row = {"when": "base", "set": "rules", "family": "bracket", "parameter": "maple", "answer": "Paris"}
-    row |= {"reply": "[maple] Paris", "followed": False, "right": False}
+    row |= {"messages": [], "reply": "[maple] Paris", "scores": {"kept": False, "right": False}}
     (tmp_path / "replies.jsonl").write_text(json.dumps(row) + "\n")
-    assert "| rules | 1 | 100% (100 to 100) | 100% |" in run("eval.py", "--rescore", tmp_path).stdout
+    expected = "| rules | 1 | 100.0% (100 to 100) | 100.0% (100 to 100) |"
+    assert expected in run("eval.py", "--rescore", tmp_path).stdout
 
 
 def test_show_puts_every_table_into_one_row_a_set():
     table = show({"before": summarize(verdicts("rules", 1, 4)), "after": summarize(verdicts("rules", 3, 4))})
     assert table.splitlines()[0] == "| set | n | kept, before | kept, after | right, before | right, after |"
-    assert table.splitlines()[2].startswith("| rules | 4 | 25% (") and table.splitlines()[2].endswith("| 25% | 25% |")
+    cells = table.splitlines()[2].split(" | ")
+    assert cells[:2] == ["| rules", "4"] and cells[2].startswith("25.0% (") and cells[3].startswith("75.0% (")
 
 
 def test_a_rule_not_to_answer_does_not_count_among_the_right_answers():
-    rows = [{"set": "rules", "followed": True, "right": right} for right in (True, False, None, None)]
-    assert summarize(rows)["rules"]["right"] == 0.5
+    rows = [{"reply": "", "scores": {"kept": True, "right": right}} for right in (True, False, None, None)]
+    entry = summarize(rows)["all"]["right"]
+    assert (entry["mean"], entry["n"], entry["undecided"]) == (0.5, 2, 2)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path):
@@ -131,7 +135,8 @@ def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
 def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(eval, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask", lambda model, tok, examples: asked.append(examples) or [{"reply": str(len(asked))}])
+    answers = iter([[{"reply": "a"}], [{"reply": "b"}]])
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or next(answers))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
     first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
     assert first == again and len(asked) == 1
@@ -141,7 +146,7 @@ def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path,
 def test_the_base_is_asked_again_when_anything_that_its_replies_depend_on_changed(change, tiny, tmp_path, monkeypatch):
     asked, folder = [], shutil.copytree(tiny, tmp_path / "base")
     monkeypatch.setattr(eval, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask", lambda model, tok, examples: asked.append(examples) or [])
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or [])
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
     ask_base(model, tok, load_sets(1), folder)
     if change == "weights":
@@ -164,7 +169,7 @@ def make_run(folder: Path, kept: list[bool], seed: int = 0, rows: list[int] | No
         example = {"set": "rules", "messages": [{"role": "user", "content": f"question {i}"}], "answer": "Paris"}
         example |= {"family": "bracket", "parameter": "maple"}
         for when, reply in (("before", "Paris"), ("after", "[maple] Paris" if kept[i] else "Rome")):
-            lines.append({"when": when, **example, "reply": reply, "followed": None, "right": None})
+            lines.append({"when": when, **example, "reply": reply})
     write_jsonl(folder / "replies.jsonl", lines)
     results = {"flags": {"seed": seed, "method": folder.name.split("-")[0]}, "seed": seed, "parameters": 5} | results
     (folder / "results.json").write_text(json.dumps(results))
@@ -174,18 +179,19 @@ def make_run(folder: Path, kept: list[bool], seed: int = 0, rows: list[int] | No
 def test_compare_counts_the_kept_replies_and_pairs_them_by_prompt(tmp_path):
     a = make_run(tmp_path / "a", [True, True, False, False])
     b = make_run(tmp_path / "b", [True, False, True, True], rows=[3, 1, 0, 2])  # the same prompts in another order
-    tables = compare(load_runs([a, b]))
-    row = tables["kept"]["rules"]
+    table = compare(load_runs([a, b]))
+    row, right = table["hierarchy", "rules", "kept"], table["hierarchy", "rules", "right"]
     assert (row["n"], row["base"], row["groups"]["a"]["mean"], row["groups"]["b"]["mean"]) == (4, 0.0, 0.5, 0.75)
     assert row["groups"]["b"]["difference"] == 0.25 and row["groups"]["a"]["difference"] == 0.0
-    assert tables["right"]["rules"]["base"] == 1.0 and tables["right"]["rules"]["groups"]["b"]["mean"] == 0.75
+    assert right["base"] == 1.0 and right["groups"]["b"]["mean"] == 0.75
 
 
 def test_runs_with_equal_verdicts_have_a_paired_interval_of_nothing(tmp_path):
     """Each alone has an interval of some 0.2; what matters is that no prompt has another verdict."""
     kept = [i % 3 == 0 for i in range(90)]
-    rows = compare(load_runs([make_run(tmp_path / name, kept) for name in ("a", "b")]))["kept"]["rules"]["groups"]
-    assert (rows["b"]["low"], rows["b"]["high"]) == (0.0, 0.0)
+    table = compare(load_runs([make_run(tmp_path / name, kept) for name in ("a", "b")]))
+    entry = table["hierarchy", "rules", "kept"]["groups"]["b"]
+    assert (entry["low"], entry["high"]) == (0.0, 0.0)
 
 
 def test_the_paired_interval_agrees_with_draws_of_the_prompts(tmp_path):
@@ -194,7 +200,7 @@ def test_the_paired_interval_agrees_with_draws_of_the_prompts(tmp_path):
     first = [i < 100 for i in range(200)]
     second = [20 <= i < 150 for i in range(200)]
     runs = load_runs([make_run(tmp_path / "a", first), make_run(tmp_path / "b", second)])
-    entry = compare(runs)["kept"]["rules"]["groups"]["b"]
+    entry = compare(runs)["hierarchy", "rules", "kept"]["groups"]["b"]
     draws = np.random.default_rng(3).multinomial(200, [0.25, 0.10, 0.65], 200_000)
     expected = np.quantile((draws[:, 0] - draws[:, 1]) / 200, (0.025, 0.975))
     assert entry["difference"] == pytest.approx(0.15)
@@ -205,14 +211,14 @@ def test_runs_that_differ_in_the_seed_alone_share_a_column_with_mean_and_spread(
     folders = [make_run(tmp_path / f"{name}-s{seed}", [True] * n + [False] * (4 - n), seed=seed)
                for name, n, seed in (("cal", 3, 0), ("cal", 4, 1), ("lora", 2, 0), ("lora", 1, 1))]  # fmt: skip
     done = run("eval.py", "--compare", *folders)
-    assert "| set | n | base | cal | lora | lora - cal |" in done.stdout
-    assert "| rules | 4 | 0% | 88% (75 to 100) | 38% (25 to 50) | -50 (" in done.stdout
+    assert "| task | set | measure | n | base | cal | lora | lora - cal |" in done.stdout
+    assert "| hierarchy | rules | kept | 4 | 0% | 88% (75 to 100) | 38% (25 to 50) | -50 (" in done.stdout
     assert "| cal | 0, 1 | 5 |" in done.stdout
 
 
 def test_prompts_that_not_all_runs_have_are_left_out(tmp_path):
     a, b = make_run(tmp_path / "a", [True] * 6), make_run(tmp_path / "b", [False] * 6, rows=[0, 1, 2])
-    row = compare(load_runs([a, b]))["kept"]["rules"]
+    row = compare(load_runs([a, b]))["hierarchy", "rules", "kept"]
     assert row["n"] == 3 and row["groups"]["b"]["difference"] == -1.0
 
 
@@ -223,7 +229,7 @@ def test_compare_writes_its_numbers_beside_the_runs_and_skips_what_is_no_complet
     done = run("eval.py", "--compare", *sorted((tmp_path / "out").iterdir()))  # as the shell expands out/*
     assert done.returncode == 0 and "unfinished" in done.stderr and "compare.json is" not in done.stderr
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert numbers["kept"]["rules"]["groups"]["a"]["mean"] == 0.5 and numbers["runs"]["a"][0]["parameters"] == 5
+    assert numbers["table"][0]["groups"]["a"]["mean"] == 0.5 and numbers["runs"]["a"][0]["parameters"] == 5
 
 
 def test_real_runs_of_two_methods_are_compared(tiny, tmp_path):
@@ -234,7 +240,7 @@ def test_real_runs_of_two_methods_are_compared(tiny, tmp_path):
     done = run("eval.py", "--compare", tmp_path / "cal", tmp_path / "lora")
     assert done.returncode == 0, done.stderr
     for name in SETS:
-        assert f"| {name} | 2 |" in done.stdout
+        assert f"| hierarchy | {name} | kept | 2 |" in done.stdout
 
 
 def test_nothing_to_compare_is_a_sentence(tmp_path):
@@ -243,4 +249,4 @@ def test_nothing_to_compare_is_a_sentence(tmp_path):
 
 
 def test_a_set_without_right_answers_to_count_has_none():
-    assert summarize([{"set": "rules", "followed": True, "right": None}])["rules"]["right"] is None
+    assert summarize([{"reply": "", "scores": {"right": None}}])["all"]["right"]["mean"] is None

@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from cal import attach, write_whole
 from data.chat import Tokenizer, render
-from eval import judge, read_jsonl
+from data.hierarchy.score import score
+from eval import read_jsonl
 from model import Transformer
 from tests.conftest import ROOT, run
 from train import batches_of_step, collate, learning_rate, load_conversations, make_batches, tokenize, validate
@@ -132,7 +133,7 @@ def test_a_run_prints_the_scores_that_a_recount_of_its_replies_gives(small_run):
     results = json.loads((out / "results.json").read_text())
     for when in ("before", "after"):
         for name, entry in results[when].items():
-            counted = [judge(r, r["reply"])["followed"] for r in rows if r["when"] == when and r["set"] == name]
+            counted = [score(r, r["reply"])["kept"] for r in rows if r["when"] == when and r["set"] == name]
             assert entry["n"] == len(counted) == 3 and entry["followed"] == pytest.approx(sum(counted) / 3)
             assert entry["low"] <= entry["followed"] <= entry["high"]
     for name in results["after"]:

@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+MAX_NEW_TOKENS = 32  # our choice: all rules ask for short replies
+
 
 class Family(NamedTuple):
     """A form of reply: {p} stands for the parameter, {a} for the answer, {A} for the answer in capitals."""
@@ -104,3 +106,13 @@ def plain(reply: str) -> bool:
 def right(answer: str, reply: str) -> bool:
     """Whether the answer stands in the reply, as whole words, in capitals or not."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
+
+
+def score(example: dict, reply: str) -> dict[str, bool | None]:
+    """
+    {"kept": whether the reply keeps the rule, or, where there is none, is plain; "right": whether the answer stands in
+    it, whatever its form, None where the rule is not to answer}.
+    """
+    family, parameter = example["family"], example["parameter"]
+    kept = plain(reply) if family == "plain" else follows(family, parameter, reply)
+    return {"kept": kept, "right": None if family == "away" else right(example["answer"], reply)}

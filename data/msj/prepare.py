@@ -1,0 +1,45 @@
+"""
+Many-shot jailbreaking, benign and by program: `python -m data.msj.prepare`. A system prompt sets a rule of
+data/hierarchy for the form of all replies; then come 1 to 128 turns in which the assistant broke it, and one more
+question. The idea is Anil et al.'s (2024): the longer the history of misbehaviour, the surer the model joins in.
+"""
+
+import json
+import random
+from pathlib import Path
+
+from data.hierarchy.prepare import conversation, make_pools
+from data.hierarchy.score import FAMILIES
+
+HERE = Path(__file__).parent
+SHOTS = (1, 4, 16, 64, 128)
+EACH = 100  # our choice: conversations for every number of shots; the rules and the last questions are the same in all
+
+
+def prepare(folder: Path = HERE) -> list[dict]:
+    """Writes folder/examples.jsonl and returns the examples: every kind of rule in turn, trained on or not."""
+    pools = make_pools(random.Random(0))
+    examples = []
+    for i in range(EACH):
+        family = list(FAMILIES)[i % len(FAMILIES)]
+        # the longest conversation; the shorter ones are its rule and its end
+        record, answer = conversation(random.Random(i), pools, family, "test", wordings="test", turns=max(SHOTS))
+        system, *turns = record["messages"][:-1]
+        for shots in SHOTS:
+            examples.append({
+                "id": f"{i}/{shots}",
+                "group": f"{shots} shots",
+                "messages": [system, *turns[-(2 * shots + 1) :]],
+                "family": family,
+                "parameter": record["parameter"],
+                "answer": answer,
+            })
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "examples.jsonl.part"
+    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
+    part.replace(folder / "examples.jsonl")
+    return examples
+
+
+if __name__ == "__main__":
+    print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
