@@ -65,6 +65,15 @@ def download(url: str, path: str | Path, sha256: str | None = None) -> Path:
     return part.replace(path)
 
 
+def write_examples(folder: Path, examples: list[dict]) -> list[dict]:
+    """Writes folder/examples.jsonl, a line an example, never half under its name; returns the examples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "examples.jsonl.part"
+    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
+    part.replace(folder / "examples.jsonl")
+    return examples
+
+
 def file_hash(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

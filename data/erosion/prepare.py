@@ -4,10 +4,10 @@ asks one thing after another; the model's own replies are the history. What SysB
 fade from turn to turn) is here checked by program, since IFEval's rules hold for any request.
 """
 
-import json
 import random
 from pathlib import Path
 
+from data.download import write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
@@ -30,10 +30,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
         turns = [e["messages"][-1]["content"] for e in (example, *others)]
         kept = {name: example[name] for name in ("id", "instructions", "kwargs")}
         examples.append({**kept, "messages": example["messages"][:-1], "turns": turns})
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

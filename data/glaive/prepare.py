@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from data.download import HUB, download
+from data.download import HUB, download, write_examples
 from data.glaive.score import TAG, parse_call
 
 HERE = Path(__file__).parent
@@ -129,11 +129,7 @@ def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
         raise ValueError(f"{source} holds no conversation with a call: give another file")
     if left_out:
         print(f"conversations left out, as their first call can't be asked for: {left_out}", file=sys.stderr)
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
@@ -46,10 +46,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
         prompt = f"{exemplars}\nQ: {question}\nA:"
         messages = [{"role": "user", "content": prompt}]
         examples.append({"id": str(number), "messages": messages, "answer": answer})  # numbers count from 0
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

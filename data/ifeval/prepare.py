@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 from data.ifeval.score import CHECKERS
 
 HERE = Path(__file__).parent
@@ -43,11 +43,7 @@ def make_examples(url: str, folder: Path, messages: Callable[[dict], list[dict]]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             reason = f"{raw}, line {number}, is no prompt of IFEval ({error})"
             raise ValueError(f"{reason}: delete the file and run this again") from None
-    part = folder / "examples.jsonl.part"
-    lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
-    part.write_text(lines, encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 def prepare(folder: Path = HERE) -> list[dict]:

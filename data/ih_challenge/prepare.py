@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import HUB, download
+from data.download import HUB, download, write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = f"{HUB}/datasets/openai/ih-challenge/resolve/main"
@@ -40,11 +40,7 @@ def prepare(folder: Path = HERE, attacks: Path | None = None) -> list[dict]:
                 examples.append({"id": identity, "group": name, **example})
     if not examples:
         raise ValueError(f"{attacks or folder / 'raw'} names no record of IH-Challenge: ids are like {FILES[0]}:0")
-    part = folder / "examples.jsonl.part"
-    lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
-    part.write_text(lines, encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 def read_jsonl(file: Path) -> list[tuple[str, object]]:

@@ -6,13 +6,12 @@
 import argparse
 import csv
 import io
-import json
 import re
 import sys
 import tarfile
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
@@ -90,10 +89,7 @@ def make_examples(tables: Tables) -> list[dict]:
 def prepare(folder: Path = HERE) -> list[dict]:
     """Write folder/examples.jsonl, and return the examples. ValueError and OSError are one sentence."""
     examples = make_examples(read_archive(download(URL, folder / "raw" / "data.tar")))
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

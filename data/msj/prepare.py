@@ -4,10 +4,10 @@ data/hierarchy for the form of all replies; then come 1 to 128 turns in which th
 question. The idea is Anil et al.'s (2024): the longer the history of misbehaviour, the surer the model joins in.
 """
 
-import json
 import random
 from pathlib import Path
 
+from data.download import write_examples
 from data.hierarchy.prepare import conversation, make_pools
 from data.hierarchy.score import FAMILIES
 
@@ -34,11 +34,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
                 "parameter": record["parameter"],
                 "answer": answer,
             })
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

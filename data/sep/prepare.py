@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/egozverev/aside/main/experiments/data/SEP_validation_feb25.json"
@@ -46,10 +46,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
     instruction. Raises what download raises, and ValueError for a damaged file.
     """
     examples = read_examples(download(URL, folder / "raw" / "SEP_validation_feb25.json"))
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
@@ -55,10 +55,7 @@ def make_examples(source: str, file: Path) -> list[dict]:
 def prepare(folder: Path = HERE) -> list[dict]:
     """Write folder/examples.jsonl, and return the examples. ValueError and OSError are one sentence."""
     examples = make_examples(*get_raw(folder / "raw"))
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = "https://raw.githubusercontent.com/PKU-Baichuan-MLSystemLab/SysBench/main"
@@ -35,12 +35,7 @@ def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
         examples.append(example)
     if not examples or len({example["id"] for example in examples}) < len(examples):
         raise ValueError(f"{file} has no records, or two with the same system_id: delete it and run this again")
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "examples.jsonl.part"
-    lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
-    part.write_text(lines, encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 def read_records(file: Path) -> list[dict]:

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download
+from data.download import download, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/normster/RealGuardrails/main/evals/tensortrust/inputs"
@@ -55,10 +55,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
     for group in GROUPS:
         file = download(f"{URL}/{group}.jsonl", folder / "raw" / f"{group}.jsonl")
         examples += read_examples(file, group)
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
+    return write_examples(folder, examples)
 
 
 if __name__ == "__main__":
