@@ -304,8 +304,9 @@ def interval(means: np.ndarray) -> dict[str, float]:
 
 def summarize(rows: list[dict]) -> Table:
     """
-    By group and measure: the mean, the n decisions that it is over, how many were left undecided, and the mean's 95 %
-    bootstrap interval. More than ten groups are pooled, as "all", with "macro", the mean of their means, beside.
+    By group and measure: the mean, its 95 % bootstrap interval, the n decisions that it is over, the prompts that were
+    answered, and how many of these had nothing decided. More than ten groups are pooled, as "all", with "macro", the
+    mean of their means, beside.
     """
     groups: dict[str, list[dict]] = {}
     for row in rows:
@@ -321,7 +322,7 @@ def summarize(rows: list[dict]) -> Table:
     for group, of_group in groups.items():
         table[group] = {}
         for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
-            values = [decisions(row, measure) for row in of_group]
+            values = [decisions(row, measure) for row in of_group if row["scores"]]
             entry = {"mean": mean(values), "n": len(pool(values)), "prompts": len(values)}
             entry["undecided"] = sum(not v for v in values)
             table[group][measure] = entry | (interval(resample(values)) if entry["n"] else {"low": None, "high": None})
@@ -355,12 +356,12 @@ def show(tables: dict[str, Table]) -> str:
 def notes(rows: list[dict], table: Table) -> str:
     """What the table does not show: prompts that did not fit, decisions that could not be made, macro averages."""
     said = []
-    if long := sum(row["reply"] is None or (isinstance(row["reply"], list) and None in row["reply"]) for row in rows):
+    if long := sum(None in (row["reply"] if isinstance(row["reply"], list) else [row["reply"]]) for row in rows):
         said.append(f"{long} of {len(rows)} prompts do not fit the model's context and are left out")
     for group, entries in table.items():
         for measure, entry in entries.items():
-            if entry["undecided"] > long:
-                said.append(f"{measure} of {group} could not be decided for {entry['undecided'] - long} replies")
+            if entry["undecided"]:
+                said.append(f"{measure} of {group} could not be decided for {entry['undecided']} replies")
             if "macro" in entry:
                 said.append(f"macro average of {measure} {entry['macro']:.1%}")
     return "".join(f"\n{sentence}" for sentence in said)
@@ -372,13 +373,12 @@ def notes(rows: list[dict], table: Table) -> str:
 
 def kept_replies(folder: Path, allow_code: bool = False) -> dict[str, dict[str, list[dict]]]:
     """
-    The replies in a directory of train.py or eval.py, judged anew: by task, and by whose they are ("before", …).
-    ValueError or FileNotFoundError if they are none.
+    The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their end),
+    judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError if they are none.
     """
-    files = {task: folder / f"{task}.jsonl" for task in TASKS} | {"hierarchy": folder / "replies.jsonl"}
-    files |= {"hierarchy": folder / "hierarchy.jsonl"} if (folder / "hierarchy.jsonl").is_file() else {}
+    files = [(task, folder / f"{task}.jsonl") for task in TASKS if (folder / f"{task}.json").is_file()]
     kept: dict[str, dict[str, list[dict]]] = {}
-    for task, file in files.items():
+    for task, file in [("hierarchy", folder / "replies.jsonl"), *files]:
         try:
             for row in judge(task, read_jsonl(file), allow_code) if file.is_file() else []:
                 kept.setdefault(task, {}).setdefault(row["when"], []).append(row)
@@ -422,8 +422,8 @@ def load_runs(folders: list[Path]) -> dict[str, list[dict]]:
 
 
 def prompt_key(task: str, row: dict) -> tuple[str, str, str]:
-    """What tells a prompt from all others of all tasks."""
-    return task, group_of(row), json.dumps(row["asks"] if "asks" in row else [row["messages"], row.get("turns")])
+    """What tells a prompt from all others of all tasks: its number, and its text, should the data have changed."""
+    return task, group_of(row), json.dumps([row.get(name) for name in ("id", "messages", "turns", "asks")])
 
 
 def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
