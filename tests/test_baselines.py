@@ -134,6 +134,11 @@ def test_a_cal_too_small_for_any_lora_is_refused_with_a_sentence():
     assert_one_sentence(error, "early8th", "rank")
 
 
+def test_the_table_of_sizes_has_a_line_for_a_method_that_can_not_be_matched():
+    table = size_table(base(n_layers=40, intermediate_size=2000).config, "early8th", ffn=0.001)
+    assert "| lora | – | – | CAL at early8th has too few parameters" in table and "\n| full | " in table
+
+
 @pytest.mark.parametrize("n_layers", [1, 2, 3])
 @pytest.mark.parametrize("method", ADDING)
 def test_a_base_of_few_layers_takes_every_placement(method, n_layers):

@@ -294,7 +294,6 @@ def test_runs_over_several_tasks_are_compared_row_by_row(examples, tiny, tmp_pat
 
 
 def test_a_plot_shows_scores_by_shots(evaluated, tmp_path):
-    pytest.importorskip("matplotlib")
     done = run("--compare", evaluated[0], "--plot", tmp_path / "plot.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
