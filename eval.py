@@ -45,6 +45,7 @@ CACHE = ROOT / ".cache"
 SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
 TASKS = ("hierarchy", "ifeval", "sys_ifeval", "long_ifeval", "erosion", "sysbench", "msj", "tensortrust",
          "ih_challenge", "sep", "mmlu", "gsm8k", "squad", "glaive")  # fmt: skip
+VERDICTS = "verdicts.jsonl"  # what sysbench's judge said
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -498,7 +499,7 @@ def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict],
     for (task, group, measure), row in table.items():
         place = re.search(r"\d+", f"{measure} {group}" if task == "erosion" else group)
         if task in ("long_ifeval", "erosion", "msj") and place:
-            kind = re.sub(r"\W*\d+\W*", "", measure) or measure
+            kind = "rules kept" if task == "erosion" else measure
             curves.setdefault((task, kind), []).append((int(place[0]), row))
     if not curves:
         raise ValueError("none of these runs has long_ifeval, erosion or msj: nothing to plot")
@@ -517,6 +518,37 @@ def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict],
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str) -> str:
+    """Asks what --out lacks, scores all replies, keeps both there; returns the table. OSError or ValueError: why not."""
+    if task == "sysbench" and not args.judge:
+        raise ValueError("--judge names the model that judges it, at $OPENAI_BASE_URL")
+    if task == "ih_challenge" and not args.allow_code:
+        raise ValueError("its graders are downloaded code: --allow_code runs them")
+    examples = load_examples(task, args, tok)
+    file, name = args.out / f"{task}.jsonl" if args.out else None, "adapter" if args.adapter else "base"
+    rows = read_jsonl(file) if file and file.is_file() else []
+    done = {row["id"] for row in rows}
+    missing = [e for e in examples if e["id"] not in done]
+    max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
+    with open(file or os.devnull, "a", encoding="utf-8") as kept:
+        for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task):
+            rows.append({"when": name, **row})
+            kept.write(json.dumps(rows[-1]) + "\n")
+            kept.flush()
+    if task == "sysbench":
+        whole = [row for row in rows if None not in row["reply"]]
+        verdicts = dict(zip((row["id"] for row in whole), ask_judge(whole, args.judge, (args.out or CACHE) / VERDICTS)))
+        rows = [{**row, "verdicts": verdicts.get(row["id"], [None] * len(row["turns"]))} for row in rows]
+    rows = judge(task, rows, args.allow_code)
+    table = summarize(rows)
+    if file:
+        about = {"task": task, name: table, "weights": source, "flags": vars(args)}
+        about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
+        write_jsonl(file, rows)
+        write_json(args.out / f"{task}.json", about)
+    return show({name: table}) + notes(rows, table)
 
 
 def main() -> None:
@@ -561,51 +593,27 @@ def main() -> None:
             plot(groups, table, args.plot)
         return
 
-    tasks = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
+    tasks = list(TASKS) if args.tasks == "all" else args.tasks.replace(" ", "").split(",")
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}, or all")
-    for name in ("limit", "max_new_tokens", "batch_tokens", "turns"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    for name in ("limit", "max_new_tokens", "batch_tokens", "turns", "lengths"):
+        value = getattr(args, name)
+        if value is not None and min(value if name == "lengths" else [value]) < 1:
+            raise ValueError(f"--{name} is {value}: it must be at least 1")
     if args.out:
         start_or_go_on(args)
     model, tok, path = load(args)
-    print(f"weights: {weights_source(path)}")
-    name, reasons = "adapter" if args.adapter else "base", {}
+    source = weights_source(path)
+    print(f"weights: {source}")
+    failed = 0
     for task in tasks:
+        print(f"\n{task}\n")
         try:
-            if task == "sysbench" and not args.judge:
-                raise ValueError("--judge names the model that judges it, at $OPENAI_BASE_URL")
-            if task == "ih_challenge" and not args.allow_code:
-                raise ValueError("its graders are downloaded code: --allow_code runs them")
-            examples = load_examples(task, args, tok)
-        except (OSError, ValueError) as error:
-            reasons[task] = error
-            print(f"\n{task}: not run ({error})")
-            continue
-        file = args.out / f"{task}.jsonl" if args.out else None
-        rows = read_jsonl(file) if file and file.is_file() else []
-        done = {row["id"] for row in rows}
-        missing = [e for e in examples if e["id"] not in done]
-        module = import_module(f"data.{task}.score")
-        options = (args.max_new_tokens or module.MAX_NEW_TOKENS, args.batch_tokens, args.system, task)
-        with open(file or os.devnull, "a", encoding="utf-8") as kept:
-            for _, row in ask(model, tok, missing, *options):
-                rows.append({"when": name, **row})
-                kept.write(json.dumps(rows[-1]) + "\n")
-                kept.flush()
-        if task == "sysbench":
-            verdicts = ask_judge(rows, args.judge, (args.out or CACHE) / "verdicts.jsonl")
-            rows = [{**row, "verdicts": of_row} for row, of_row in zip(rows, verdicts)]
-        rows = judge(task, rows, args.allow_code)
-        table = summarize(rows)
-        print(f"\n{task}\n\n{show({name: table})}{notes(rows, table)}")
-        if file:
-            about = {"task": task, name: table, "weights": weights_source(path), "flags": vars(args)}
-            about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-            write_jsonl(file, rows)
-            write_json(args.out / f"{task}.json", about)
-    if len(reasons) == len(tasks):
+            print(run_task(task, args, model, tok, source))
+        except (OSError, ValueError) as error:  # no data, no judge: the other tasks run
+            failed += 1
+            print(f"not run: {error}")
+    if failed == len(tasks):
         raise ValueError("none of the tasks could be run")
 
 

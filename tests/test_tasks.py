@@ -95,8 +95,8 @@ def test_rescore_counts_the_kept_replies_to_the_same_tables(evaluated):
 def test_a_task_whose_data_can_not_be_had_is_a_row_with_its_reason_and_the_others_run(examples, tiny, tmp_path):
     done = run("--base", tiny, "--tasks", "glaive,msj,sysbench,ih_challenge", *SHORT)
     assert done.returncode == 0, done.stderr
-    assert "glaive: not run (" in done.stdout and "sysbench: not run (--judge" in done.stdout
-    assert "ih_challenge: not run (its graders" in done.stdout
+    assert "glaive\n\nnot run: " in done.stdout and "sysbench\n\nnot run: --judge" in done.stdout
+    assert "ih_challenge\n\nnot run: its graders" in done.stdout
     assert "| 1 shots |" in done.stdout
 
 
@@ -389,6 +389,24 @@ def test_sysbench_is_scored_by_the_verdicts_of_the_judge_named(examples, tiny, t
     table = json.loads((tmp_path / "o" / "sysbench.json").read_text())["base"]["parallel turns"]
     assert {measure: entry["mean"] for measure, entry in table.items()} == {"CSR": 0.5, "ISR": 0.5, "SSR": 0.5}
     assert run("--rescore", tmp_path / "o").stdout.strip() in done.stdout
+
+
+def test_a_judge_that_does_not_answer_is_the_reason_of_its_row_and_nothing_is_lost(examples, tiny, tmp_path, monkeypatch):
+    example = {"id": "1", "messages": [], "turns": ["Hello."], "criteria": [{"1": "brief"}]}
+    (tmp_path / "sysbench").mkdir()
+    (tmp_path / "sysbench" / "examples.jsonl").write_text(json.dumps(example) + "\n")
+    monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
+    flags = ("--base", tiny, "--tasks", "sysbench,hierarchy", "--limit", 1, "--judge", "m", "--max_new_tokens", 2)
+
+    def dead(*_: object) -> None:
+        raise ConnectionError("the judge does not answer")
+
+    monkeypatch.setattr(eval, "ask_judge", dead)
+    done = run(*flags, "--out", tmp_path / "o")
+    assert done.returncode == 0 and "not run: the judge does not answer" in done.stdout and "| rules | 1 |" in done.stdout
+    monkeypatch.setattr(eval, "ask_judge", lambda rows, *_: [[{"1": True}]] * len(rows))
+    monkeypatch.setattr(Transformer, "generate", None)  # every reply is there
+    assert "CSR" in run(*flags, "--out", tmp_path / "o").stdout
 
 
 def test_ih_challenges_graders_judge_where_code_is_allowed(examples, tiny, tmp_path, monkeypatch):
