@@ -264,8 +264,7 @@ def attach(
     for name, size in (("rank", rank), ("width", width)):
         if size is not None and size < 1:
             raise ValueError(f"the {name} is {size}: it must be at least 1")
-    c, device = model.config, model.embed_tokens.weight.device
-    D, L, boundaries = c.hidden_size, c.n_layers, PLACEMENTS[placement](c.n_layers)
+    c, device, boundaries = model.config, model.embed_tokens.weight.device, PLACEMENTS[placement](model.config.n_layers)
     model.inserted.clear()
     replace_linears(model.layers, LoRALinear, LoRALinear.frozen)
     model.requires_grad_(method == "full")
@@ -275,22 +274,29 @@ def attach(
         if method == "cal":
             model.inserted.update({str(b): CrossAttentionLayer(c, rope, ffn) for b in boundaries})
         if method == "mlp":
-            matched = (block - D) / (3 * D)  # a norm of D, and three matrices
-            model.inserted.update({str(b): ParallelMLP(c, width or round(matched)) for b in boundaries})
+            # a norm of D and three matrices of D x width
+            width_of_cal = round((block - c.hidden_size) / (3 * c.hidden_size))
+            model.inserted.update({str(b): ParallelMLP(c, width or width_of_cal) for b in boundaries})
         if method == "lora":
-            linears = [m for m in model.layers[0].modules() if isinstance(m, nn.Linear)]
-            one = sum(m.in_features + m.out_features for m in linears)  # parameters that rank 1 costs in a layer
-            ranks = round(block * len(boundaries) / one)  # of all layers together; the first ones get one more
-            if rank is None and ranks < L:
-                raise ValueError(f"CAL at {placement} has too few parameters for LoRA's smallest rank: give a rank")
-            for i, layer in enumerate(model.layers):
-                r = rank or ranks // L + (i < ranks % L)
+            for layer, r in zip(model.layers, lora_ranks(model, block * len(boundaries), rank)):
                 replace_linears(layer, nn.Linear, lambda linear, r=r: LoRALinear(linear, r))
     model.to(device)
     model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn)}
     model.adapter |= {"rank": rank, "width": width}
     set_scale(model, scale)
     return model
+
+
+def lora_ranks(model: Transformer, parameters: int, rank: int | None) -> list[int]:
+    """LoRA's rank in each layer: the one given, or those that take so many parameters, r or r + 1 in every layer."""
+    L = len(model.layers)
+    if rank is not None:
+        return [rank] * L
+    linears = [module for module in model.layers[0].modules() if isinstance(module, nn.Linear)]
+    total = round(parameters / sum(m.in_features + m.out_features for m in linears))  # of all layers together
+    if total < L:
+        raise ValueError(f"{parameters:,} parameters are too few for LoRA on all layers: give a rank")
+    return [total // L + (i < total % L) for i in range(L)]
 
 
 def set_scale(model: Transformer, scale: float) -> None:
