@@ -346,7 +346,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
         part.replace(file)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise OSError(f"{file} can't be written ({error.strerror}): make room for it, and run this again") from None
+        raise OSError(f"{file} can't be written ({error.strerror}): mend that, and run this again") from None
 
 
 def base_config(model: Transformer) -> dict:
@@ -414,7 +414,7 @@ def adapter_info(path: str | Path) -> dict:
     path = Path(path)
     for name in ("adapter.json", "adapter.safetensors"):
         if not (path / name).is_file():
-            raise FileNotFoundError(f"{path} holds no {name}: give a directory that train.py wrote (--out)")
+            raise FileNotFoundError(f"{path} holds no {name}: give the --out of a run of train.py that came to its end")
     about = read_json(path / "adapter.json")
     types = {**ADAPTER_TYPES, "base_config": dict}
     if wrong := [name for name, kind in types.items() if name not in about or not isinstance(about[name], kind)]:
@@ -432,13 +432,18 @@ def save_merged(model: Transformer, base: str | Path, path: str | Path) -> None:
         raise ValueError(f"method {model.adapter['method']} adds blocks, which a plain checkpoint has no place for")
     replace_linears(model.layers, LoRALinear, LoRALinear.merged)
     base, path = Path(base), Path(path)
-    path.mkdir(parents=True)
+    part = path.with_name(f"{path.name}.part")  # whole before it has its name
+    part.mkdir(parents=True, exist_ok=True)
     for file in base.iterdir():  # the tokenizer and the chat template; not the weights, their index and their source
         if file.suffix in (".json", ".jinja", ".model") and file.name not in ("source.json", f"{WEIGHTS}.index.json"):
-            shutil.copyfile(file, path / file.name)
+            shutil.copyfile(file, part / file.name)
     config = read_json(base / "config.json")
     config.pop("dtype", None)
     config["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    write_whole(path / "config.json", json.dumps(config, indent=1) + "\n")
+    (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     weights = {name if name == "lm_head.weight" else f"model.{name}": p for name, p in model.state_dict().items()}
-    save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{part / WEIGHTS} can't be written ({error}): mend that, and run this again") from None
+    part.rename(path)

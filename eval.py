@@ -21,6 +21,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from cal import write_whole
+from cal import adapter_info, write_whole
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
@@ -45,6 +46,7 @@ CACHE = ROOT / ".cache"
 SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
 TASKS = ("hierarchy", "ifeval", "sys_ifeval", "long_ifeval", "erosion", "sysbench", "msj", "tensortrust",
          "ih_challenge", "sep", "mmlu", "gsm8k", "squad", "glaive")  # fmt: skip
+MANY = 20  # groups that are pooled: subjects, not lengths
 VERDICTS = "verdicts.jsonl"  # what sysbench's judge said
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
 
@@ -100,14 +102,17 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     if not file.is_file():
         module.prepare(file.parent)
     examples = read_jsonl(file)
-    for number, e in enumerate(examples, start=1):
-        if not isinstance(e, dict) or "id" not in e or not {"messages", "asks"} & e.keys():
+    for number, example in enumerate(examples, start=1):
+        if not is_example(example):
             raise ValueError(f"{file} line {number} is no example: delete the file, and it is made anew")
+    if not examples:
+        raise ValueError(f"{file} is empty: delete the file, and it is made anew")
     if task == "long_ifeval":
-        examples = [
-            {**e, "id": f"{e['id']}/{n}", "group": f"{n} tokens", "length": n} for n in args.lengths for e in examples
-        ]
-    random.Random(args.seed).shuffle(examples)
+        lengths = dict.fromkeys(args.lengths)
+        examples = [{**e, "base": e["id"], "id": f"{e['id']}/{n}", "length": n} for n in lengths for e in examples]
+        examples = [{**e, "group": f"{e['length']} tokens"} for e in examples]
+    # the same order in every group: what is asked at one length or after one shot is asked at all of them
+    examples.sort(key=lambda e: random.Random(f"{args.seed} {e.get('base', e['id'])}").random())
     groups: dict[str, list[dict]] = {}
     for example in examples:
         groups.setdefault(group_of(example), []).append(example)
@@ -117,8 +122,19 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
         filler = module.read_filler(args.filler)
         chosen = [module.lengthen(e, tok, filler) for e in chosen]
     if task == "erosion":
+        if args.turns > module.MOST_TURNS:
+            raise ValueError(f"--turns is {args.turns}: its conversations have {module.MOST_TURNS}")
         chosen = [{**e, "turns": e["turns"][: args.turns]} for e in chosen]
     return chosen
+
+
+def is_example(example: object) -> bool:
+    """Whether a record of examples.jsonl has what the loop needs: an id, and messages, asks or turns."""
+    if not isinstance(example, dict) or not isinstance(example.get("id"), int | str):
+        return False
+    asks = example.get("asks", [example.get("messages")])
+    lists = [asks, *asks, example.get("turns", [""])] if isinstance(asks, list) else [None]
+    return bool(asks) and all(isinstance(part, list) for part in lists) and example.get("turns") != []
 
 
 def group_of(example: dict) -> str:
@@ -139,9 +155,9 @@ def with_system(messages: list[dict], system: str) -> list[dict]:
 def generate(
     model: Transformer, tok: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
 ) -> list[str | None]:
-    """Greedy replies; None to a conversation that leaves no room for one in the model's context."""
+    """Greedy replies; None to a conversation that leaves no room for one of max_new_tokens in the model's context."""
     prompts = [prompt(tok, messages) for messages in conversations]
-    fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) < model.config.max_positions]
+    fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) + max_new_tokens <= model.config.max_positions]
     ids, systems = [prompts[i][0] for i in fitting], [prompts[i][1] for i in fitting]
     replies: list[str | None] = [None] * len(prompts)
     for i, new in zip(fitting, model.generate(ids, systems, max_new_tokens, stop_ids=tok.stop_ids)):
@@ -222,6 +238,7 @@ def ask(
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same.
     """
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
+    lengths = [n * len(e.get("turns", [0])) for n, e in zip(lengths, examples)]  # our choice: they grow, turn by turn
     order = sorted(range(len(examples)), key=lambda i: lengths[i])
     with tqdm(total=len(examples), desc=bar, leave=False) as progress:
         while order:
@@ -236,16 +253,21 @@ def ask(
 def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Path) -> list[dict]:
     """
     The judged replies to data/hierarchy of a model that adds nothing yet, loaded from the checkpoint directory path.
-    They stay in .cache/, and serve every later run with the same weights, prompts, device, dtype and code.
+    The replies stay in .cache/, and serve every later run with the same weights, prompts, device, dtype and code.
     """
     weight, code = model.embed_tokens.weight, [ROOT / "model.py", ROOT / "eval.py", ROOT / "data" / "chat.py"]
     files = {str(f.resolve()): (f.stat().st_size, f.stat().st_mtime_ns) for f in [*path.iterdir(), *code]}
     key = json.dumps([files, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
     file = CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
-    if not file.exists():
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
+        rows = read_jsonl(file)
+        if [row["id"] for row in rows] == [example["id"] for example in examples]:
+            return judge("hierarchy", rows)
+    rows = ask_in_order(model, tok, examples)
+    with suppress(OSError):  # a read-only checkout asks every time
         file.parent.mkdir(exist_ok=True)
-        write_jsonl(file, ask_in_order(model, tok, examples))
-    return read_jsonl(file)
+        write_jsonl(file, rows)
+    return rows
 
 
 def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> list[dict]:
@@ -272,8 +294,12 @@ def judge(task: str, rows: list[dict], allow_code: bool = False) -> list[dict]:
 
 def decisions(row: dict, measure: str) -> list[float]:
     """What a measure decided of one reply: one number, or several that are pooled; undecided ones are left out."""
+    return [float(value) for value in values_of(row, measure) if value is not None]
+
+
+def values_of(row: dict, measure: str) -> list:
     value = row["scores"].get(measure)
-    return [float(v) for v in (value if isinstance(value, list) else [value]) if v is not None]
+    return value if isinstance(value, list) else [value]
 
 
 def pool(values: Iterable[list[float]]) -> list[float]:
@@ -305,15 +331,15 @@ def interval(means: np.ndarray) -> dict[str, float]:
 
 def summarize(rows: list[dict]) -> Table:
     """
-    By group and measure: the mean, its 95 % bootstrap interval, the n decisions that it is over, the prompts that were
-    answered, and how many of these had nothing decided. More than ten groups are pooled, as "all", with "macro", the
-    mean of their means, beside.
+    By group and measure: the mean, its 95 % bootstrap interval, the n decisions that it is over, how many were left
+    undecided, and the prompts that were answered. Many groups are pooled, as "all", with "macro", the mean of their
+    means, beside.
     """
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(group_of(row), []).append(row)
     macro: dict[str, list[float]] = {}
-    if len(groups) > 10:
+    if len(groups) > MANY:
         for of_group in groups.values():
             for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
                 if values := pool(decisions(row, measure) for row in of_group):
@@ -323,9 +349,10 @@ def summarize(rows: list[dict]) -> Table:
     for group, of_group in groups.items():
         table[group] = {}
         for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
-            values = [decisions(row, measure) for row in of_group if row["scores"]]
+            answered = [row for row in of_group if row["scores"]]
+            values = [decisions(row, measure) for row in answered]
             entry = {"mean": mean(values), "n": len(pool(values)), "prompts": len(values)}
-            entry["undecided"] = sum(not v for v in values)
+            entry["undecided"] = sum(values_of(row, measure).count(None) for row in answered)
             table[group][measure] = entry | (interval(resample(values)) if entry["n"] else {"low": None, "high": None})
             if measure in macro:
                 table[group][measure]["macro"] = sum(macro[measure]) / len(macro[measure])
@@ -362,7 +389,7 @@ def notes(rows: list[dict], table: Table) -> str:
     for group, entries in table.items():
         for measure, entry in entries.items():
             if entry["undecided"]:
-                said.append(f"{measure} of {group} could not be decided for {entry['undecided']} replies")
+                said.append(f"{measure}, {group}: {entry['undecided']} could not be decided")
             if "macro" in entry:
                 said.append(f"macro average of {measure} {entry['macro']:.1%}")
     return "".join(f"\n{sentence}" for sentence in said)
@@ -383,35 +410,42 @@ def kept_replies(folder: Path, allow_code: bool = False) -> dict[str, dict[str, 
         try:
             for row in judge(task, read_jsonl(file), allow_code) if file.is_file() else []:
                 kept.setdefault(task, {}).setdefault(row["when"], []).append(row)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None
     if not kept:
         raise FileNotFoundError(f"{folder} holds no replies.jsonl and no TASK.jsonl: give the directory of a run")
     return kept
 
 
-def load_runs(folders: list[Path]) -> dict[str, list[dict]]:
+def load_runs(folders: list[Path], allow_code: bool = False) -> dict[str, list[dict]]:
     """
     The complete runs among folders, by name; those whose flags differ in the seed alone share one. Each is its
     results.json with its replies by prompt under "rows", those of the untrained base under "base".
     """
     groups: dict[str, list[dict]] = {}
+    names = [folder.name for folder in folders]
     for folder in folders:
-        if not folder.is_dir():  # out/* may bring other files along
+        if folder.is_file():  # out/* may bring other files along
             continue
-        about = next((folder / f for f in ("results.json", "flags.json") if (folder / f).is_file()), None)
-        if about is None or (about.name == "flags.json" and (folder / "metrics.jsonl").exists()):
-            print(f"{folder} is left out: it holds no complete run", file=sys.stderr)
+        about = next((folder / f for f in ("results.json", "flags.json") if (folder / f).is_file()), folder)
+        kept: dict = {}
+        with suppress(FileNotFoundError):
+            kept = kept_replies(folder, allow_code)
+        if not any(when != "before" for whens in kept.values() for when in whens):
+            print(f"{folder} is left out: it holds no complete run with replies", file=sys.stderr)
             continue
-        run, kept = read_json(about), kept_replies(folder)
-        run = run if "flags" in run else {"flags": run}
-        run |= {"name": folder.name, "rows": {}, "base": {}}
+        run = read_json(about)
+        run = run if isinstance(run.get("flags"), dict) else {"flags": run}
+        run |= {"name": folder.name if names.count(folder.name) == 1 else str(folder), "rows": {}, "base": {}}
         for task, whens in kept.items():
             for when, rows in whens.items():
                 by_prompt = {prompt_key(task, row): row for row in rows}
                 run["base" if when == "before" else "rows"] |= by_prompt
-        key = {name: value for name, value in run["flags"].items() if name != "seed"}
-        groups.setdefault(json.dumps(key or folder.name, sort_keys=True, default=str), []).append(run)
+        # what eval.py ran was trained elsewhere: the training's flags tell runs apart, not the adapter's directory
+        flags = run["flags"].pop("trained", None) or run["flags"]
+        run["seed"] = flags.get("seed")
+        key = [{k: v for k, v in f.items() if k not in ("seed", "adapter", "files")} for f in (flags, run["flags"])]
+        groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     if not groups:
         raise ValueError(f"none of {', '.join(map(str, folders))} holds a complete run: give directories of train.py")
     named = {}
@@ -434,29 +468,32 @@ def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
     each with all its runs.
     """
     everyone = [run["rows"] for runs in groups.values() for run in runs]
-    base = next((run["base"] for runs in groups.values() for run in runs if run["base"]), {})
+    bases = [run["base"] for runs in groups.values() for run in runs if run["base"]]
+    shared = [key for key in everyone[0] if all(key in rows for rows in everyone)]
+    tasks = {task: {group for t, group, _ in shared if t == task} for task, _, _ in shared}
     cells: dict[tuple[str, str, str], list] = {}
-    for key in [key for key in everyone[0] if all(key in rows for rows in everyone)]:
+    for key in shared:
+        task, group, _ = key
         for measure in everyone[0][key]["scores"]:
-            cells.setdefault((*key[:2], measure), []).append(key)
-    table = {}
-    for cell, keys in cells.items():
-        measure, drawn, row = cell[2], {}, {"n": len(keys), "base": None, "groups": {}}
-        for group, runs in groups.items():
+            if all(decisions(rows[key], measure) for rows in everyone):  # else it would not be paired
+                cells.setdefault((task, "all" if len(tasks[task]) > MANY else group, measure), []).append(key)
+    if not cells:
+        raise ValueError("these runs share no prompt that all of them answered: compare runs of the same tasks")
+    table, first = {}, next(iter(groups))
+    for (task, group, measure), keys in cells.items():
+        drawn, row = {}, {"n": len(keys), "base": None, "groups": {}}
+        for name, runs in groups.items():
             by_run = [[decisions(run["rows"][key], measure) for key in keys] for run in runs]
             together = [pool(of_runs) for of_runs in zip(*by_run)]  # a prompt's decisions in all runs
-            if not all(map(pool, by_run)):
-                break
-            drawn[group] = resample(together)
-            row["groups"][group] = {"mean": mean(together), "runs": [mean(values) for values in by_run]}
-            first = next(iter(groups))
-            row["groups"][group]["difference"] = row["groups"][group]["mean"] - row["groups"][first]["mean"]
-            row["groups"][group] |= interval(drawn[group] - drawn[first])
-        if len(row["groups"]) < len(groups):
-            continue
-        if all(key in base for key in keys):
-            row["base"] = mean([decisions(base[key], measure) for key in keys])
-        table[cell] = row
+            drawn[name] = resample(together)
+            entry = {"mean": mean(together), "runs": [mean(values) for values in by_run]}
+            entry["difference"] = entry["mean"] - row["groups"].get(first, entry)["mean"]
+            row["groups"][name] = entry | interval(drawn[name] - drawn[first])
+        # runs of several bases have no base in common
+        said = [[base[key]["reply"] for key in keys if key in base] for base in bases]
+        if bases and len(said[0]) == len(keys) and all(replies == said[0] for replies in said):
+            row["base"] = mean([decisions(bases[0][key], measure) for key in keys])
+        table[task, group, measure] = row
     return table
 
 
@@ -479,7 +516,7 @@ def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, s
     costs = []
     for group, runs in groups.items():
         parameters = runs[0].get("parameters")
-        cells = [group, ", ".join(str(run["flags"].get("seed", "–")) for run in runs)]
+        cells = [group, ", ".join(str(run["seed"]) for run in runs)]
         cells.append("–" if parameters is None else f"{parameters:,}")
         for name, digits in (("val_loss", 4), ("train_seconds", 0), ("peak_memory_gb", 1)):
             values = [run[name] for run in runs if run.get(name) is not None]
@@ -521,16 +558,17 @@ def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict],
 
 
 def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str) -> str:
-    """Asks what --out lacks, scores all replies, keeps both there; returns the table. OSError or ValueError: why not."""
+    """Asks what --out lacks, scores all replies, keeps both there, returns the table. OSError, ValueError: why not."""
     if task == "sysbench" and not args.judge:
         raise ValueError("--judge names the model that judges it, at $OPENAI_BASE_URL")
     if task == "ih_challenge" and not args.allow_code:
         raise ValueError("its graders are downloaded code: --allow_code runs them")
     examples = load_examples(task, args, tok)
     file, name = args.out / f"{task}.jsonl" if args.out else None, "adapter" if args.adapter else "base"
-    rows = read_jsonl(file) if file and file.is_file() else []
-    done = {row["id"] for row in rows}
-    missing = [e for e in examples if e["id"] not in done]
+    rows = {prompt_key(task, row): row for row in (read_jsonl(file) if file and file.is_file() else [])}
+    wanted = {prompt_key(task, e): e for e in examples}
+    missing = [e for key, e in wanted.items() if key not in rows]
+    rows = [row for key, row in rows.items() if key in wanted]
     max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
     with open(file or os.devnull, "a", encoding="utf-8") as kept:
         for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task):
@@ -541,7 +579,11 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
         whole = [row for row in rows if None not in row["reply"]]
         verdicts = dict(zip((row["id"] for row in whole), ask_judge(whole, args.judge, (args.out or CACHE) / VERDICTS)))
         rows = [{**row, "verdicts": verdicts.get(row["id"], [None] * len(row["turns"]))} for row in rows]
-    rows = judge(task, rows, args.allow_code)
+    try:
+        rows = judge(task, rows, args.allow_code)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        damaged = EXAMPLES / task / "examples.jsonl"
+        raise ValueError(f"an example can't be scored ({error!r}): delete {damaged}, and it is made anew") from None
     table = summarize(rows)
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
@@ -573,12 +615,16 @@ def main() -> None:
     flag("--plot", type=Path, metavar="FILE", help="with --compare: draw scores by length, turn and shots (matplotlib)")
     args = parser.parse_args()
 
+    if args.plot and not args.compare:
+        raise ValueError("--plot draws what --compare DIR… has compared: give both")
     if args.rescore:
-        for task, tables in kept_replies(args.rescore, args.allow_code).items():
-            print(f"{task}\n\n{show({when: summarize(rows) for when, rows in tables.items()})}\n")
+        for task, whens in kept_replies(args.rescore, args.allow_code).items():
+            tables = {when: summarize(rows) for when, rows in whens.items()}
+            said = "".join(notes(rows, tables[when]) for when, rows in whens.items())
+            print(f"{task}\n\n{show(tables)}{said}\n")
         return
     if args.compare:
-        groups = load_runs(args.compare)
+        groups = load_runs(args.compare, args.allow_code)
         table, file = compare(groups), args.compare[0].parent / "compare.json"
         print(
             "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
@@ -600,9 +646,9 @@ def main() -> None:
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1")
-    if args.out:
-        start_or_go_on(args)
     model, tok, path = load(args)
+    if args.out:
+        start_or_go_on(args, path)
     source = weights_source(path)
     print(f"weights: {source}")
     failed = 0
@@ -617,20 +663,28 @@ def main() -> None:
         raise ValueError("none of the tasks could be run")
 
 
-def start_or_go_on(args: argparse.Namespace) -> None:
+def start_or_go_on(args: argparse.Namespace, base: Path) -> None:
     """
-    Makes --out, or checks that it holds a run of the same flags, which then goes on. A line that was being written
-    when the run was killed is cut off. ValueError if the directory holds something else.
+    Makes --out, or checks that it holds a run of the same flags and weights, which then goes on. A line that was being
+    written when the run was killed is cut off. ValueError if the directory holds something else.
     """
-    free = ("tasks", "out", "rescore", "compare", "plot", "judge", "batch_tokens", "device")
-    flags = json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in free}, default=str))
+    free = ("tasks", "limit", "out", "rescore", "compare", "plot", "judge", "allow_code", "batch_tokens", "device")
+    flags = {k: v for k, v in vars(args).items() if k not in free}
+    if args.adapter:
+        flags["trained"] = adapter_info(args.adapter).get("flags")
+    folders = [base, Path(args.adapter)] if args.adapter else [base]
+    weights = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
+    flags["files"] = {str(f.resolve()): [f.stat().st_size, f.stat().st_mtime_ns] for f in weights}
+    flags = json.loads(json.dumps(flags, default=str))
     file = args.out / "flags.json"
-    if args.out.exists() and not file.is_file() and (not args.out.is_dir() or any(args.out.iterdir())):
+    there = {f.name for f in args.out.iterdir()} - {"flags.json.part"} if args.out.is_dir() else set()
+    if (there and not file.is_file()) or args.out.is_file():
         raise ValueError(f"{args.out} already holds something: give another --out, or delete it")
     args.out.mkdir(parents=True, exist_ok=True)
     started = read_json(file) if file.is_file() else flags
     if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
-        raise ValueError(f"the run in {args.out} was started with another {', '.join(different)}: give another --out")
+        names = ", ".join(different).replace("--files", "weights")
+        raise ValueError(f"the run in {args.out} was started with another {names}: give another --out")
     write_json(file, flags)
     for task in TASKS:
         if (replies := args.out / f"{task}.jsonl").is_file():

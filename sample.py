@@ -88,9 +88,13 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
     """load_base for add_model_flags' flags, with the adapter attached if there is one."""
     if not math.isfinite(args.scale):
         raise ValueError(f"--scale is {args.scale}: give a number")
-    base = args.base or (adapter_info(args.adapter).get("base") if args.adapter else None) or BASE
+    if args.scale != 1 and not args.adapter:
+        raise ValueError("--scale multiplies what an adapter adds: give --adapter")
+    about = adapter_info(args.adapter) if args.adapter else {}
     device = pick_device(args.device)
-    model, tok, path = load_base(base, device, pick_dtype(args.dtype, device))
+    # a backbone that was trained itself is in fp32, and bf16 would round what it learned
+    dtype = pick_dtype(args.dtype or ("fp32" if about.get("method") == "full" else None), device)
+    model, tok, path = load_base(args.base or about.get("base") or BASE, device, dtype)
     if args.adapter:
         load_adapter(model, args.adapter, args.scale)
     return model, tok, path
@@ -148,6 +152,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.both and not args.adapter:
         raise ValueError("--both compares an adapter with its base: give --adapter")
+    if args.both and adapter_info(args.adapter)["method"] == "full":
+        raise ValueError("--both turns an adapter off and on, but method full changed the base itself: ask each alone")
     if args.merge and not args.adapter:
         raise ValueError("--merge adds an adapter to its base: give --adapter")
     if args.merge and args.merge.exists():

@@ -210,6 +210,9 @@ def main() -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if args.lr is None:  # our choice: one for all that are compared; a whole backbone bears less
         args.lr = 1e-4 if args.method == "full" else 2e-3
+    for name, method in (("rank", "lora"), ("width", "mlp")):
+        if getattr(args, name) is not None and args.method != method:
+            raise ValueError(f"--{name} is of --method {method}, and this is {args.method}: leave it out")
     for name in ("lr", "clip", "cal_ffn"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be a number above 0")
@@ -242,14 +245,16 @@ def main() -> None:
         if "results.json" in there:
             raise ValueError(f"the run in {out} is complete: nothing to resume")
         if there and not flags_file.exists():
-            raise ValueError(f"{out} holds no run to resume: leave --resume out, or give the run's --out")
+            raise ValueError(f"{out} holds {min(there)}, but no run to resume: give the run's --out")
         started = read_json(flags_file) if flags_file.exists() else flags  # it died before it began: start
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")
     elif rank == 0 and "results.json" in there:
         raise ValueError(f"{out} already holds a run, a complete one: give another --out, or delete it")
-    elif rank == 0 and there:
+    elif rank == 0 and "flags.json" in there:
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
+    elif rank == 0 and there:
+        raise ValueError(f"{out} already holds {min(there)}, which is of no run: give another --out")
 
     # the base and what it says before any training; then what is trained
     if rank > 0:
@@ -294,26 +299,29 @@ def main() -> None:
 
     # the base's replies, before any training
     before: list[dict] = []
-    if replies_file.exists():  # a resumed run has them
-        before = [row for row in read_jsonl(replies_file) if row["when"] == "before"]
-    elif tests:
+    if tests:
         before = [{"when": "before", **row} for row in ask_base(model, tok, tests, path)]
-        write_jsonl(replies_file, before)
 
     # where to start
     first, metrics_file = 0, out / "metrics.jsonl"
     if checkpoint_file.exists():
         try:
             saved = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
-            first = saved["step"]
+            first = range(args.steps + 1).index(saved["step"])
             load_trainable(model, saved["adapter"])
             optimizer.load_state_dict(saved["optimizer"])
-        except (EOFError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
+        except (EOFError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, pickle.UnpicklingError):
             raise ValueError(f"{checkpoint_file} is damaged: delete it, and --resume starts the run again") from None
+    if world > 1:
+        steps_seen: list = [None] * world
+        dist.all_gather_object(steps_seen, first)
+        if len(set(steps_seen)) > 1:
+            raise ValueError(f"the processes find checkpoints of steps {steps_seen}: give all of them one shared --out")
     if args.resume:
         say(f"going on after step {first}" if first else "the run had no checkpoint yet: it starts again")
     if rank == 0:  # the lines that a killed run wrote after its last checkpoint are written again
-        kept = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)[:first] if first else []
+        written = metrics_file.read_text(encoding="utf-8") if metrics_file.exists() else ""
+        kept = written.splitlines(keepends=True)[:first]
         if len(kept) < first:
             raise ValueError(f"{metrics_file} lacks steps before {first}: delete {out} and start again")
         write_whole(metrics_file, "".join(kept))

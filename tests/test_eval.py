@@ -10,7 +10,7 @@ import torch
 
 import eval
 from data.chat import Tokenizer
-from eval import SETS, ask, ask_base, compare, load_runs, load_sets, read_jsonl, show, summarize, write_jsonl
+from eval import SETS, ask, ask_base, compare, judge, load_runs, load_sets, read_jsonl, show, summarize, write_jsonl
 from model import Transformer
 from tests.conftest import run
 
@@ -135,11 +135,44 @@ def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
 def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(eval, "CACHE", tmp_path)
-    answers = iter([[{"reply": "a"}], [{"reply": "b"}]])
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or next(answers))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
     first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
     assert first == again and len(asked) == 1
+
+
+def answered(examples: list[dict]) -> list[dict]:
+    return judge("hierarchy", [{**example, "reply": "Paris"} for example in examples])
+
+
+@pytest.mark.parametrize("content", ["", "[1]\n", "garbage", "cut"])
+def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(2)
+    expected = ask_base(model, tok, examples, tiny)
+    (file,) = tmp_path.iterdir()
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]) if content == "cut" else content)
+    assert ask_base(model, tok, examples, tiny) == expected and len(asked) == 2
+
+
+def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    ask_base(model, tok, examples, tiny)
+    monkeypatch.setattr("data.hierarchy.score.score", lambda example, reply: {"kept": True, "right": None})
+    assert all(row["scores"] == {"kept": True, "right": None} for row in ask_base(model, tok, examples, tiny))
+
+
+def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(eval, "CACHE", tmp_path / "file")  # no directory can be made there
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    assert ask_base(model, tok, examples, tiny) == answered(examples)
 
 
 @pytest.mark.parametrize("change", ["weights", "prompts", "dtype"])
@@ -241,6 +274,49 @@ def test_real_runs_of_two_methods_are_compared(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     for name in SETS:
         assert f"| hierarchy | {name} | kept | 2 |" in done.stdout
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    a = make_run(tmp_path / "a" / "run", [True, False], flags={"method": "cal"})
+    b = make_run(tmp_path / "b" / "run", [True, True], flags={"method": "lora"})
+    assert list(load_runs([a, b])) == [str(a), str(b)]
+
+
+def test_runs_that_share_no_prompt_are_a_sentence(tmp_path):
+    a, b = make_run(tmp_path / "a", [True] * 4, rows=[0, 1]), make_run(tmp_path / "b", [True] * 4, rows=[2, 3])
+    done = run("eval.py", "--compare", a, b)
+    assert done.returncode != 0 and "share no prompt" in done.stderr
+
+
+def test_prompts_that_one_run_left_undecided_are_in_no_difference(tmp_path):
+    """Where both decide they agree; a difference could only come from the prompts that b left open."""
+    groups = load_runs([make_run(tmp_path / name, [i < 5 for i in range(10)]) for name in ("a", "b")])
+    for key in list(groups["b"][0]["rows"])[5:]:
+        groups["b"][0]["rows"][key]["scores"]["kept"] = None
+    row = compare(groups)["hierarchy", "rules", "kept"]
+    assert row["n"] == 5 and row["groups"]["b"]["difference"] == 0.0
+
+
+def test_runs_of_different_bases_have_no_base_in_common(tmp_path):
+    a, b = make_run(tmp_path / "a", [True] * 3), make_run(tmp_path / "b", [True] * 3)
+    text = (b / "replies.jsonl").read_text()
+    (b / "replies.jsonl").write_text(text.replace('"reply": "Paris"', '"reply": "Lyon"'))
+    assert compare(load_runs([a, b]))["hierarchy", "rules", "kept"]["base"] is None
+
+
+@pytest.mark.parametrize("left", ["--no_eval", "missing", "flags alone", "before alone", "unfinished tasks"])
+def test_a_directory_without_a_complete_run_is_named_and_left_out(left, tmp_path):
+    a, other = make_run(tmp_path / "a", [True, False]), tmp_path / "other"
+    if left != "missing":
+        other.mkdir()
+        (other / "flags.json").write_text("{}")
+    if left in ("--no_eval", "before alone"):
+        rows = [r for r in read_jsonl(a / "replies.jsonl") if r["when"] == "before"]
+        write_jsonl(other / "replies.jsonl", [] if left == "--no_eval" else rows)
+    if left == "unfinished tasks":
+        write_jsonl(other / "ifeval.jsonl", [{"when": "base", "reply": "x"}])
+    done = run("eval.py", "--compare", a, other)
+    assert done.returncode == 0 and f"{other} is left out" in done.stderr and "| rules |" in done.stdout
 
 
 def test_nothing_to_compare_is_a_sentence(tmp_path):

@@ -54,6 +54,23 @@ def test_scale_0_is_the_base(tiny, adapter):
     assert ask("--adapter", adapter, "--scale", 0, *with_rule) == ask("--base", tiny, *with_rule)
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--scale", "0.5", "--user", "x"], "--scale multiplies"), (["--merge", "m"], "--merge adds")],
+)
+def test_flags_of_adapters_without_one_are_a_sentence(flags, says, tiny):
+    done = run("sample.py", "--base", tiny, *flags)
+    assert done.returncode != 0 and says in done.stderr
+
+
+def test_a_backbone_that_was_trained_itself_answers_in_fp32_and_alone(tiny, tmp_path):
+    save_adapter(attach(Transformer.from_pretrained(tiny), "full"), tmp_path / "full", base=str(tiny))
+    fp32 = run("sample.py", "--adapter", tmp_path / "full", "--user", QUESTION, "--max_new_tokens", 8).stdout
+    assert fp32 == ask("--base", tiny, "--user", QUESTION)
+    done = run("sample.py", "--adapter", tmp_path / "full", "--both", "--user", QUESTION)
+    assert done.returncode != 0 and "method full changed the base itself" in done.stderr
+
+
 def test_both_shows_the_bases_reply_and_the_adapters(tiny, adapter):
     with_rule = ("--system", RULE, "--user", QUESTION)
     base, anchored = ask("--base", tiny, *with_rule).strip(), ask("--adapter", adapter, *with_rule).strip()

@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval
 from cal import attach, save_adapter
 from data.chat import Tokenizer
+from data.erosion.prepare import prepare as prepare_erosion
 from data.erosion.score import score as score_erosion
-from data.long_ifeval.prepare import lengthen
+from data.long_ifeval.prepare import lengthen, read_filler
+from data.long_ifeval.prepare import prepare as prepare_long_ifeval
 from data.msj.prepare import SHOTS
 from data.msj.prepare import prepare as prepare_msj
 from data.msj.score import score as score_msj
+from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 from eval import TASKS, ask, choose, load_runs, read_jsonl, show, summarize
 from model import Transformer
 from sample import prompt
@@ -129,7 +132,8 @@ def test_the_prompts_of_a_limit_are_the_first_of_a_larger_one(examples, tiny, tm
 def test_a_damaged_examples_file_names_the_line(examples, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
     (tmp_path / "ifeval").mkdir()
-    for line in ('{"id": 1', '{"no": "id"}', "[]"):
+    no_examples = ['{"id": 2, "messages": "hello"}', '{"id": [], "messages": []}', '{"id": 2, "asks": []}', "null"]
+    for line in ('{"id": 1', '{"no": "id"}', "[]", *no_examples, '{"id": 2, "messages": [], "turns": []}'):
         (tmp_path / "ifeval" / "examples.jsonl").write_text('{"id": 0, "messages": []}\n' + line + "\n")
         done = run("--base", tiny, "--tasks", "ifeval")
         assert "examples.jsonl line 2" in done.stdout
@@ -258,6 +262,49 @@ def test_an_out_directory_of_other_flags_is_left_alone_and_they_are_named(evalua
     assert done.returncode != 0 and "--system" in done.stderr
 
 
+def test_replies_of_another_adapter_in_the_same_place_are_not_taken_for_this_ones(examples, tiny, tmp_path):
+    adapter = trained_adapter(tiny, tmp_path / "adapter")
+    flags = ("--adapter", adapter, "--tasks", "msj", *SHORT, "--out", tmp_path / "out")
+    assert run(*flags).returncode == 0
+    assert run(*flags).returncode == 0  # nothing left to ask
+    trained_adapter(tiny, adapter)
+    done = run(*flags)
+    assert done.returncode != 0 and "another weights" in done.stderr
+
+
+def test_replies_to_examples_that_have_changed_are_asked_for_again(examples, tiny, tmp_path, monkeypatch):
+    (tmp_path / "msj").mkdir()
+    monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
+    flags = ("--base", tiny, "--tasks", "msj", *SHORT, "--out", tmp_path / "out")
+    for question in ("one", "two"):
+        example = {"id": 1, "messages": [{"role": "user", "content": question}], "family": "bracket", "parameter": "x"}
+        (tmp_path / "msj" / "examples.jsonl").write_text(json.dumps(example) + "\n")
+        assert run(*flags).returncode == 0
+        (row,) = read_jsonl(tmp_path / "out" / "msj.jsonl")
+        assert row["messages"][0]["content"] == question
+
+
+def test_graders_may_be_allowed_after_the_run_has_started(examples, tiny, tmp_path):
+    flags = ("--base", tiny, *SHORT, "--out", tmp_path / "out", "--tasks", "ih_challenge,msj")
+    assert run(*flags).returncode == 0
+    assert "another" not in run(*flags, "--allow_code").stderr
+
+
+def test_a_mistyped_adapter_leaves_no_directory_behind(tiny, tmp_path):
+    assert run("--adapter", tmp_path / "no", "--out", tmp_path / "out").returncode != 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_reply_is_cut_at_the_end_of_the_context(tiny):
+    """A prompt that leaves less room than a reply may take is left out, not answered in what is left."""
+    model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
+    n = len(prompt(tok, HELLO)[0])
+    for room, answered in ((4, True), (3, False)):
+        model.config.max_positions = n + room
+        ((_, row),) = ask(model, tok, [{"id": 0, "messages": HELLO}], max_new_tokens=4)
+        assert (row["reply"] is not None) == answered
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # scores
 
@@ -268,14 +315,14 @@ def judged(values: list, group: str = "all") -> list[dict]:
 
 def test_lists_are_pooled_over_the_prompts():
     entry = summarize(judged([[True, False, None], [True], [None]]))["all"]["measure"]
-    assert (entry["mean"], entry["n"], entry["undecided"]) == (pytest.approx(2 / 3), 3, 1)
+    assert (entry["mean"], entry["n"], entry["undecided"]) == (pytest.approx(2 / 3), 3, 2)
 
 
 def test_many_groups_are_shown_as_micro_and_macro_average():
-    rows = [row for i in range(11) for row in judged([True] * (i + 1) if i % 2 else [False], f"subject {i}")]
+    rows = [row for i in range(21) for row in judged([True] * (i + 1) if i % 2 else [False], f"subject {i}")]
     entry = summarize(rows)["all"]["measure"]
-    kept = sum(i + 1 for i in range(11) if i % 2)
-    assert entry["mean"] == pytest.approx(kept / (kept + 6)) and entry["macro"] == pytest.approx(5 / 11)
+    kept = sum(i + 1 for i in range(21) if i % 2)
+    assert entry["mean"] == pytest.approx(kept / (kept + 11)) and entry["macro"] == pytest.approx(10 / 21)
 
 
 def test_a_measure_that_nothing_decided_is_a_dash_and_not_a_number():
@@ -328,6 +375,33 @@ def test_msj_asks_the_same_questions_at_every_number_of_shots(msj):
     assert all(rows == by_shots[1] and len(rows) == 100 for rows in by_shots.values())
 
 
+def test_a_limit_asks_the_same_prompts_at_every_length_and_number_of_shots(examples, tok):
+    args = SimpleNamespace(limit=15, seed=0, lengths=[1024, 2048, 2048], filler=None)
+    for task, groups in {"msj": 5, "long_ifeval": 2}.items():
+        chosen = eval.load_examples(task, args, tok)
+        bases = {group: {e["base"] for e in chosen if e["group"] == group} for group in {e["group"] for e in chosen}}
+        assert len(bases) == groups and len({e["id"] for e in chosen}) == 15
+        assert len(set.union(*bases.values())) == max(map(len, bases.values()))
+
+
+def test_no_turn_of_erosion_asks_what_the_rules_came_with(examples, shared, monkeypatch, tmp_path):
+    own = {e["id"]: e["messages"][-1]["content"] for e in prepare_sys_ifeval(tmp_path)}
+    rows = prepare_erosion(tmp_path / "erosion")
+    assert len(rows) > 200 and all(own[row["id"]] not in row["turns"] for row in rows)
+
+
+def test_erosion_has_no_rule_that_other_requests_keep_or_break_by_themselves(examples, tmp_path):
+    kinds = {rule for row in prepare_erosion(tmp_path) for rule in row["instructions"]}
+    assert not kinds & {
+        "combination:repeat_prompt", "keywords:forbidden_words", "detectable_format:constrained_response"
+    }  # fmt: skip
+
+
+def test_long_ifeval_asks_nobody_to_repeat_the_filler(examples, tmp_path):
+    rules = {rule for row in prepare_long_ifeval(tmp_path) for rule in row["instructions"]}
+    assert "combination:repeat_prompt" not in rules and len(rules) > 20
+
+
 def test_a_reply_that_keeps_msjs_rule_is_no_success_of_the_attack():
     example = {"family": "bracket", "parameter": "maple"}
     assert score_msj(example, "[maple] Paris") == {"attack success": False}
@@ -356,6 +430,19 @@ def test_long_prompts_have_the_length_asked_for_to_a_paragraph_with_the_request_
     n = len(prompt(tok, [system, user])[0])
     assert length - 100 < n <= length
     assert system == messages[0] and user["content"].endswith("Write a poem.")
+
+
+def test_a_filler_of_one_long_line_fills_too(tok, tmp_path):
+    (tmp_path / "book.txt").write_text("It was a dark night. " * 500)
+    messages = [{"role": "system", "content": "No commas."}, {"role": "user", "content": "Write a poem."}]
+    example = lengthen({"id": 7, "length": 2000, "messages": messages}, tok, read_filler(tmp_path / "book.txt"))
+    assert 1800 < len(prompt(tok, example["messages"])[0]) <= 2000
+
+
+def test_a_filler_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "book.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match=r"book\.txt is not UTF-8"):
+        read_filler(tmp_path / "book.txt")
 
 
 def test_a_prompt_that_is_long_enough_already_stays_as_it_is(tok):

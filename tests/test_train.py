@@ -369,7 +369,7 @@ def test_resume_with_other_flags_names_them(tiny, tmp_path):
 
 def test_flags_are_compared_even_where_the_run_died_before_its_first_checkpoint(tiny, tmp_path):
     flags = ("--base", tiny, "--out", tmp_path / "r", "--eval_limit", 1, "--dtype", "fp32")
-    process = start((*flags, "--seed", 1), tmp_path / "r" / "replies.jsonl", lines=7)
+    process = start((*flags, "--seed", 1), tmp_path / "r" / "metrics.jsonl", lines=1)
     process.kill()
     process.communicate()
     done = run("train.py", *flags, "--seed", 2, "--resume")
@@ -400,6 +400,27 @@ def test_a_mistake_before_the_run_begins_leaves_no_directory_behind(tiny, tmp_pa
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_folder_of_other_files_is_left_alone_and_nobody_is_told_to_delete_it(resume, tiny, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    done = run("train.py", "--base", tiny, "--out", tmp_path, *resume)
+    assert done.returncode != 0 and "thesis.txt" in done.stderr and "delete" not in done.stderr
+
+
+def test_processes_that_do_not_see_the_same_checkpoint_stop_with_a_sentence(tiny, tmp_path):
+    """Each process has its own --out, as on two nodes without a shared disk."""
+    flags = ["--base", str(tiny), "--steps", "6", "--accumulate", "2", "--no_eval", "--dtype", "fp32", "--save_every", "2"]
+    process = start((*flags, "--out", tmp_path / "0"), tmp_path / "0" / "metrics.jsonl", lines=4)
+    process.kill()
+    process.communicate()
+    (tmp_path / "1").mkdir()
+    code = "import os, runpy, sys; sys.argv += [f'{sys.argv.pop()}/' + os.environ['RANK']]; sys.argv[0] = 'train.py'; "
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    (tmp_path / "one.py").write_text(code)
+    done = launch(2, *flags, "--resume", "--out", tmp_path, script=tmp_path / "one.py")
+    assert done.returncode != 0 and "give all of them one shared --out" in done.stderr
+
+
 def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path, monkeypatch):
     file = tmp_path / "results.json"
     write_whole(file, "old")
@@ -418,10 +439,10 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path, monkeypat
 # several processes
 
 
-def launch(processes: int, *flags: object) -> subprocess.CompletedProcess:
+def launch(processes: int, *flags: object, script: str | Path = "train.py") -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += ["train.py", *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += [str(script), *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -484,6 +505,8 @@ def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
         (["--data", "no_such_data"], "no_such_data"),
         (["--wordings", "x"], "--wordings"),
         (["--method", "lora", "--rank", "0"], "rank is 0"),
+        (["--method", "mlp", "--rank", "8"], "--rank is of --method lora"),
+        (["--width", "8"], "--width is of --method mlp"),
         (["--method", "mlp", "--width", "-1"], "width is -1"),
     ],
 )

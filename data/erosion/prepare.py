@@ -5,6 +5,7 @@ fade from turn to turn) is here checked by program, since IFEval's rules hold fo
 """
 
 import random
+import re
 from pathlib import Path
 
 from data.download import write_examples
@@ -12,22 +13,38 @@ from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
 MOST_TURNS = 10  # eval.py --turns takes the first ones
-# rules about the one request that they came with
-BOUND = {"combination:repeat_prompt"}
+# our choice: rules that hold for any request alone. Not those that are about the one that they came with, or that
+# other requests keep by themselves (words that are forbidden for one topic hardly occur in another) …
+BOUND = {"combination:repeat_prompt", "keywords:forbidden_words", "detectable_format:constrained_response"}
+# … not those that name what was to be written …
+GENRE = re.compile(
+    r"\b(poem|song|lyrics|rap|haiku|limerick|stanza|verse|refrain|riddle|joke|story|stories|novel|essay|blog|post|"
+    r"tweet|article|email|resume|cv|cover letter|letter to|pitch|proposal|rubric|template|advertisement|ad|itinerary|"
+    r"summary|description|dialogue|conversation|lecture|speech|biography|code|java|python|notation|step|option)s?\b",
+    re.IGNORECASE,
+)
+LONGEST = {"num_words": 300, "num_sentences": 20}  # … and not more than fits into a reply of MAX_NEW_TOKENS
+
+
+def holds_for_any_request(example: dict) -> bool:
+    """Whether the rules of a sys_ifeval example make sense with other requests than its own."""
+    sizes = [(kwargs.get(name) or 0, most) for kwargs in example["kwargs"] for name, most in LONGEST.items()]
+    text = example["messages"][0]["content"]
+    return not BOUND & set(example["instructions"]) and not GENRE.search(text) and all(n <= m for n, m in sizes)
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
     """
-    Writes folder/examples.jsonl and returns the examples: the system message of a sys_ifeval prompt, its own request as
-    the first of the turns, and other prompts' requests as the rest, from a seed.
+    Writes folder/examples.jsonl and returns the examples: the system message of a sys_ifeval prompt, and other prompts'
+    requests as the turns, from a seed; none is the rules' own, so that turns differ in their place alone.
     """
     source = prepare_sys_ifeval(folder)
     # our choice: requests that are long, a text to edit for instance, are left out: they would fill the context
-    fit = [e for e in source if not BOUND & set(e["instructions"]) and len(e["messages"][-1]["content"]) < 300]
+    requests = [e["messages"][-1]["content"] for e in source if len(e["messages"][-1]["content"]) < 300]
     rng, examples = random.Random(0), []
-    for example in fit:
-        others = rng.sample([e for e in fit if e is not example], MOST_TURNS - 1)
-        turns = [e["messages"][-1]["content"] for e in (example, *others)]
+    for example in filter(holds_for_any_request, source):
+        own = example["messages"][-1]["content"]
+        turns = rng.sample([request for request in requests if request != own], MOST_TURNS)
         kept = {name: example[name] for name in ("id", "instructions", "kwargs")}
         examples.append({**kept, "messages": example["messages"][:-1], "turns": turns})
     return write_examples(folder, examples)

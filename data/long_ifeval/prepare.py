@@ -5,13 +5,16 @@ the very end, and between them filler, until the prompt has 1,000 to 32,000 toke
 
 import random
 from pathlib import Path
+from textwrap import wrap
 
 from data.chat import Tokenizer, render
+from data.download import write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
 INTRODUCTION = "Here are notes that you may need later:"  # our choice, as is the whole form of the message
 
+LONGEST_PARAGRAPH = 400  # characters of a user's own filler: only whole paragraphs are put in
 # what the filler's sentences are made of: plain prose that asks for nothing
 WHEN = ("In March", "Before noon", "After the rain", "Late in autumn", "On the second day", "Some years ago",
         "At the end of the week", "During the holidays", "Around midnight", "Early in the year")  # fmt: skip
@@ -27,15 +30,23 @@ WHERE = ("near the mill", "behind the school", "at the river", "in the next vill
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
-    """Writes folder/examples.jsonl, sys_ifeval's prompts without any filler yet, and returns them."""
-    return prepare_sys_ifeval(folder)
+    """
+    Writes folder/examples.jsonl, sys_ifeval's prompts without any filler yet, and returns them. Those that ask to
+    repeat the prompt are left out: the filler would be a part of it.
+    """
+    examples = prepare_sys_ifeval(folder)
+    return write_examples(folder, [e for e in examples if "combination:repeat_prompt" not in e["instructions"]])
 
 
 def read_filler(file: Path | None) -> list[str] | None:
     """The paragraphs of a text file, to fill with; None without one. ValueError if there is nothing in it."""
     if file is None:
         return None
-    paragraphs = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--filler {file} is not UTF-8 text ({error}): give a file of prose") from None
+    paragraphs = [part for line in text.splitlines() for part in wrap(line, LONGEST_PARAGRAPH)]
     if not paragraphs:
         raise ValueError(f"--filler {file} has no text: give a file of prose")
     return paragraphs

@@ -1,6 +1,6 @@
 """Strict accuracy of IFEval's rules, whatever stands between them and the reply."""
 
-from data.ifeval.score import MAX_NEW_TOKENS, verify
+from data.ifeval.score import MAX_NEW_TOKENS, every, verify
 
 __all__ = ["MAX_NEW_TOKENS", "score"]
 
@@ -11,4 +11,4 @@ def score(example: dict, reply: str) -> dict[str, bool | None | list[bool | None
         verify(rule, kwargs, example["prompt"], reply)
         for rule, kwargs in zip(example["instructions"], example["kwargs"], strict=True)
     ]
-    return {"prompt strict": None if None in kept else all(kept), "instruction strict": kept}
+    return {"prompt strict": every(kept), "instruction strict": kept}

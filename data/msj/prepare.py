@@ -28,6 +28,7 @@ def prepare(folder: Path = HERE) -> list[dict]:
         for shots in SHOTS:
             examples.append({
                 "id": f"{i}/{shots}",
+                "base": i,  # the same rule and question at every number of shots
                 "group": f"{shots} shots",
                 "messages": [system, *turns[-(2 * shots + 1) :]],
                 "family": family,
