@@ -245,7 +245,7 @@ def main() -> None:
         if "results.json" in there:
             raise ValueError(f"the run in {out} is complete: nothing to resume")
         if there and not flags_file.exists():
-            raise ValueError(f"{out} holds {min(there)}, but no run to resume: give the run's --out")
+            raise ValueError(f"{out} holds no run to resume, but {min(there)}: give the run's --out")
         started = read_json(flags_file) if flags_file.exists() else flags  # it died before it began: start
         if different := [f"--{k}" for k in flags if flags[k] != started.get(k)]:
             raise ValueError(f"the run in {out} was started with another {', '.join(different)}: give the same")

@@ -240,8 +240,8 @@ def test_a_run_of_any_method_leaves_an_adapter_that_eval_loads(method, tiny, tmp
     assert "| lora | " in done.stdout and "| mlp | " in done.stdout  # the table of sizes
     done = run("eval.py", "--adapter", tmp_path / "run", "--limit", 1, "--dtype", "fp32", "--out", tmp_path / "again")
     assert done.returncode == 0, done.stderr
-    (trained, again) = (read_jsonl(tmp_path / name / "replies.jsonl") for name in ("run", "again"))
-    assert [r["reply"] for r in trained if r["when"] == "after"] == [r["reply"] for r in again]
+    trained, again = (read_jsonl(tmp_path / name) for name in ("run/replies.jsonl", "again/hierarchy.jsonl"))
+    assert {r["id"]: r["reply"] for r in trained if r["when"] == "after"} == {r["id"]: r["reply"] for r in again}
 
 
 def test_validation_sees_the_same_conversations_in_eval_mode_each_time(tiny, tmp_path, monkeypatch):
