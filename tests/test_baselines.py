@@ -1,13 +1,12 @@
 """cal.py: LoRA, ParallelMLP and full training beside CAL, of equal size, as a dial, and as files."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cal import (
@@ -26,7 +25,7 @@ from data.chat import Tokenizer
 from model import Config, Transformer
 from sample import prompt
 from tests.conftest import run
-from tests.test_cal import FP32_AND_BF16, IDS, PROMPTS, SYSTEM, SYSTEMS, TARGETS, base
+from tests.test_cal import FP32_AND_BF16, IDS, PROMPTS, SYSTEM, SYSTEMS, TARGETS, base, places_that_save
 from tests.test_model import assert_one_sentence
 
 PUBLISHED = [
@@ -235,23 +234,6 @@ def test_one_step_moves_what_is_trainable_and_nothing_else(method):
 @pytest.mark.parametrize("method", ["mlp", "lora"])
 def test_adapters_stay_in_fp32_on_any_backbone(method, dtype):
     assert {p.dtype for p in trainable(attach(base(dtype), method)).values()} == {torch.float32}
-
-
-def places_that_save(model: Transformer) -> set[str]:
-    """The layers and blocks in whose forward pass a tensor is saved for the backward pass."""
-    place, saved = [], Counter()
-    named = {f"layer {i}": layer for i, layer in enumerate(model.layers, start=1)}
-    named |= {f"block {b}": block for b, block in model.inserted.items()}
-    for name, module in named.items():
-        module.register_forward_pre_hook(lambda *_, name=name: place.append(name))
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[place[-1]] += 1
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(IDS, SYSTEM)
-    return set(saved)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
