@@ -23,7 +23,7 @@ GENRE = re.compile(
     r"summary|description|dialogue|conversation|lecture|speech|biography|code|java|python|notation|step|option)s?\b",
     re.IGNORECASE,
 )
-LONGEST = {"num_words": 300, "num_sentences": 20}  # … and not more than fits into a reply of MAX_NEW_TOKENS
+LONGEST = {"num_words": 150, "num_sentences": 10}  # … and not more than fits into a reply of MAX_NEW_TOKENS
 
 
 def holds_for_any_request(example: dict) -> bool:

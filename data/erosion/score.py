@@ -2,7 +2,7 @@
 
 from data.ifeval.score import verify
 
-MAX_NEW_TOKENS = 512  # our choice: five replies of IFEval's 1,280 would not fit the context of small models
+MAX_NEW_TOKENS = 256  # our choice: five replies of IFEval's 1,280 would not fit the context of small models
 
 
 def score(example: dict, replies: list[str | None]) -> dict[str, list[bool | None]]:
