@@ -46,7 +46,7 @@ CACHE = ROOT / ".cache"
 SETS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
 TASKS = ("hierarchy", "ifeval", "sys_ifeval", "long_ifeval", "erosion", "sysbench", "msj", "tensortrust",
          "ih_challenge", "sep", "mmlu", "gsm8k", "squad", "glaive")  # fmt: skip
-MANY = 20  # groups that are pooled: subjects, not lengths
+POOLED = ("mmlu",)  # tasks whose groups are too many for a row each
 VERDICTS = "verdicts.jsonl"  # what sysbench's judge said
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
 
@@ -111,11 +111,11 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
         lengths = dict.fromkeys(args.lengths)
         examples = [{**e, "base": e["id"], "id": f"{e['id']}/{n}", "length": n} for n in lengths for e in examples]
         examples = [{**e, "group": f"{e['length']} tokens"} for e in examples]
-    # the same order in every group: what is asked at one length or after one shot is asked at all of them
-    examples.sort(key=lambda e: random.Random(f"{args.seed} {e.get('base', e['id'])}").random())
     groups: dict[str, list[dict]] = {}
     for example in examples:
         groups.setdefault(group_of(example), []).append(example)
+    for group in groups.values():  # one order for all: what is asked at one length, or after one shot, is asked at all
+        group.sort(key=lambda e: random.Random(f"{args.seed} {e.get('base', e['id'])}").random())
     dealt = [e for one_of_each in zip_longest(*groups.values()) for e in one_of_each if e is not None]
     chosen = dealt[: args.limit]
     if task == "long_ifeval":
@@ -329,17 +329,17 @@ def interval(means: np.ndarray) -> dict[str, float]:
     return {"low": float(low), "high": float(high)}
 
 
-def summarize(rows: list[dict]) -> Table:
+def summarize(rows: list[dict], pooled: bool = False) -> Table:
     """
     By group and measure: the mean, its 95 % bootstrap interval, the n decisions that it is over, how many were left
-    undecided, and the prompts that were answered. Many groups are pooled, as "all", with "macro", the mean of their
-    means, beside.
+    undecided, and the prompts that were answered. Pooled, all groups are one, "all", with the mean of their means as
+    "macro" beside.
     """
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(group_of(row), []).append(row)
     macro: dict[str, list[float]] = {}
-    if len(groups) > MANY:
+    if pooled:
         for of_group in groups.values():
             for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
                 if values := pool(decisions(row, measure) for row in of_group):
@@ -470,13 +470,12 @@ def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
     everyone = [run["rows"] for runs in groups.values() for run in runs]
     bases = [run["base"] for runs in groups.values() for run in runs if run["base"]]
     shared = [key for key in everyone[0] if all(key in rows for rows in everyone)]
-    tasks = {task: {group for t, group, _ in shared if t == task} for task, _, _ in shared}
     cells: dict[tuple[str, str, str], list] = {}
     for key in shared:
         task, group, _ = key
         for measure in everyone[0][key]["scores"]:
             if all(decisions(rows[key], measure) for rows in everyone):  # else it would not be paired
-                cells.setdefault((task, "all" if len(tasks[task]) > MANY else group, measure), []).append(key)
+                cells.setdefault((task, "all" if task in POOLED else group, measure), []).append(key)
     if not cells:
         raise ValueError("these runs share no prompt that all of them answered: compare runs of the same tasks")
     table, first = {}, next(iter(groups))
@@ -579,12 +578,14 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
         whole = [row for row in rows if None not in row["reply"]]
         verdicts = dict(zip((row["id"] for row in whole), ask_judge(whole, args.judge, (args.out or CACHE) / VERDICTS)))
         rows = [{**row, "verdicts": verdicts.get(row["id"], [None] * len(row["turns"]))} for row in rows]
+    answered = {prompt_key(task, row): row for row in rows}
+    rows = [answered[key] for key in wanted]  # the longest were asked first
     try:
         rows = judge(task, rows, args.allow_code)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         damaged = EXAMPLES / task / "examples.jsonl"
         raise ValueError(f"an example can't be scored ({error!r}): delete {damaged}, and it is made anew") from None
-    table = summarize(rows)
+    table = summarize(rows, task in POOLED)
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
         about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
@@ -619,7 +620,7 @@ def main() -> None:
         raise ValueError("--plot draws what --compare DIR… has compared: give both")
     if args.rescore:
         for task, whens in kept_replies(args.rescore, args.allow_code).items():
-            tables = {when: summarize(rows) for when, rows in whens.items()}
+            tables = {when: summarize(rows, task in POOLED) for when, rows in whens.items()}
             said = "".join(notes(rows, tables[when]) for when, rows in whens.items())
             print(f"{task}\n\n{show(tables)}{said}\n")
         return

@@ -122,6 +122,17 @@ def test_limit_is_dealt_over_the_groups_of_a_task(evaluated):
     }  # fmt: skip
 
 
+def test_mmlu_is_one_row_with_its_macro_average_beside(evaluated):
+    table = evaluated[1].stdout.split("\nmmlu\n\n")[1]
+    assert "| all | 4 |" in table and "macro average of accuracy" in table
+
+
+def test_the_rows_of_a_table_stand_in_the_order_of_the_examples(evaluated):
+    """The prompts are asked the longest first."""
+    groups = [row["group"] for row in read_jsonl(evaluated[0] / "msj.jsonl")]
+    assert groups == ["1 shots", "4 shots", "16 shots", "64 shots"]
+
+
 def test_the_prompts_of_a_limit_are_the_first_of_a_larger_one(examples, tiny, tmp_path, evaluated):
     flags = [*SHORT[2:], "--base", tiny, "--tasks", "squad", "--limit", 6, "--out", tmp_path / "six"]
     assert run(*flags).returncode == 0
@@ -318,9 +329,9 @@ def test_lists_are_pooled_over_the_prompts():
     assert (entry["mean"], entry["n"], entry["undecided"]) == (pytest.approx(2 / 3), 3, 2)
 
 
-def test_many_groups_are_shown_as_micro_and_macro_average():
+def test_pooled_groups_have_a_micro_and_a_macro_average():
     rows = [row for i in range(21) for row in judged([True] * (i + 1) if i % 2 else [False], f"subject {i}")]
-    entry = summarize(rows)["all"]["measure"]
+    entry = summarize(rows, pooled=True)["all"]["measure"]
     kept = sum(i + 1 for i in range(21) if i % 2)
     assert entry["mean"] == pytest.approx(kept / (kept + 11)) and entry["macro"] == pytest.approx(10 / 21)
 
