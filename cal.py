@@ -281,8 +281,8 @@ def attach(
             for layer, r in zip(model.layers, lora_ranks(model, block * len(boundaries), rank)):
                 replace_linears(layer, nn.Linear, lambda linear, r=r: LoRALinear(linear, r))
     model.to(device)
-    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn)}
-    model.adapter |= {"rank": rank, "width": width}
+    options = {"rope": rope, "ffn": float(ffn), "rank": rank, "width": width}
+    model.adapter = {"method": method, "placement": placement, **options}
     set_scale(model, scale)
     return model
 

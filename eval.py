@@ -108,9 +108,11 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     if not examples:
         raise ValueError(f"{file} is empty: delete the file, and it is made anew")
     if task == "long_ifeval":
-        lengths = dict.fromkeys(args.lengths)
-        examples = [{**e, "base": e["id"], "id": f"{e['id']}/{n}", "length": n} for n in lengths for e in examples]
-        examples = [{**e, "group": f"{e['length']} tokens"} for e in examples]
+        examples = [
+            {**e, "base": e["id"], "id": f"{e['id']}/{n}", "group": f"{n} tokens", "length": n}
+            for n in dict.fromkeys(args.lengths)
+            for e in examples
+        ]
     groups: dict[str, list[dict]] = {}
     for example in examples:
         groups.setdefault(group_of(example), []).append(example)

@@ -405,9 +405,9 @@ def main() -> None:
     }
     save_adapter(model, out, **about)
     after = [{"when": "after", **row} for row in ask_in_order(model, tok, tests)] if tests else []
+    tables = {"before": summarize(before), "after": summarize(after)}
     results = {
-        "before": by_set(summarize(before)),
-        "after": by_set(summarize(after)),
+        **{when: by_set(table) for when, table in tables.items()},
         **about,
         "parameters": sum(p.numel() for p in parameters),
         "train_seconds": sum(row["seconds"] for row in rows),
@@ -418,8 +418,7 @@ def main() -> None:
     checkpoint_file.unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if tests:
-        table = show({"before": summarize(before), "after": summarize(after)})
-        print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{table}\n")
+        print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{show(tables)}\n")
     for name in ("rules", "attacks"):
         for old, new in [pair for pair in zip(before, after) if pair[1]["set"] == name][:1]:
             print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
