@@ -35,6 +35,7 @@ from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
 from data.sysbench.judge import judge as ask_judge
+from data.tokens import json_lines
 from model import Transformer, read_json
 from sample import add_model_flags, load, prompt
 
@@ -56,14 +57,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prom
 
 def read_jsonl(file: Path) -> list[dict]:
     """The records of a JSONL file. ValueError names the line that is damaged."""
-    records = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                records += [json.loads(line)] if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
-    return records
+    return [record for _, record in json_lines(file)]
 
 
 def write_jsonl(file: Path, records: list[dict]) -> None:

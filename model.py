@@ -303,6 +303,7 @@ class Transformer(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.inserted = nn.ModuleDict()  # blocks at boundaries: inserted["26"] runs after layer 26 (cal.py fills it)
+        self.grad_checkpoint = False  # less memory in training, more time: see run
 
     @classmethod
     def from_pretrained(
@@ -358,13 +359,19 @@ class Transformer(nn.Module):
         # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
         # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
         for b, layer in enumerate(self.layers, start=1):
-            x = layer(x, cos, sin, cache)
+            x = self.run(layer, x, cos, sin, cache)
             if (boundary := str(b)) in self.inserted:
                 kept = cache.inserted.setdefault(boundary, {}) if cache else None
-                x = self.inserted[boundary](x, system, kept, positions)
+                x = self.run(self.inserted[boundary], x, system, kept, positions)
         if cache:
             cache.positions = cache.positions + T
         return self.norm(x)
+
+    def run(self, module: nn.Module, *args: object) -> Tensor:
+        """module(*args). With grad_checkpoint its inputs alone are saved, and the backward pass computes the rest again."""
+        if self.grad_checkpoint and torch.is_grad_enabled():
+            return recompute(module, *args, use_reentrant=False, preserve_rng_state=False)
+        return module(*args)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, D) to (…, V)."""

@@ -22,9 +22,10 @@ import random
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -32,49 +33,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, size_table, trainable, write_whole
-from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.download import weights_source
 from data.hierarchy.prepare import prepare_if_needed
+from data.tokens import Conversation, Conversations
 from eval import HIERARCHY, ask_base, ask_in_order, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
 from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
-Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
-
 # ----------------------------------------------------------------------------------------------------------------------
 # data
-
-
-def tokenize(tok: Tokenizer, record: dict) -> Conversation:
-    """One conversation. Its targets are the assistant's tokens, of the last reply alone where "train_on" is "last"."""
-    ids, roles = render(tok, record["messages"])
-    learn = [role == ASSISTANT for role in roles]
-    if record.get("train_on", "last") != "last":
-        raise ValueError(f'"train_on" is {record["train_on"]!r}: it can only be "last", or left out')
-    if "train_on" in record and any(learn):
-        end = len(learn) - learn[::-1].index(True)
-        start = end - learn[:end][::-1].index(False)
-        learn[:start] = [False] * start
-    # position t predicts token t + 1; -1 is no target
-    targets = [i if wanted else -1 for i, wanted in zip(ids[1:], learn[1:])] + [-1]
-    return torch.tensor(ids), torch.tensor(roles) == SYSTEM, torch.tensor(targets)
-
-
-def load_conversations(file: Path, tok: Tokenizer, max_tokens: int) -> tuple[list[Conversation], int]:
-    """The conversations of a JSONL file, and how many were dropped: over max_tokens, or without anything to learn."""
-    conversations, dropped = [], 0
-    for number, record in enumerate(tqdm(read_jsonl(file), desc=f"tokenize {file.name}", leave=False), start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
-            raise ValueError(f'{file} line {number} has no list of messages: write {{"messages": [{{"role": …}}]}}')
-        try:
-            conversation = tokenize(tok, record)
-        except ValueError as error:
-            raise ValueError(f"{file} line {number}: {error}") from None
-        if len(conversation[0]) > max_tokens or (conversation[2] < 0).all():
-            dropped += 1
-        else:
-            conversations.append(conversation)
-    return conversations, dropped
 
 
 def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
@@ -93,12 +60,20 @@ def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[
     return batches
 
 
-def collate(conversations: list[Conversation], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding."""
-    return tuple(
-        torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fill).to(device)
-        for column, fill in zip(zip(*conversations), (0, False, -1))
-    )
+def collate(conversations: list[Conversation], device: str, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding, to a T that is
+    a multiple of `multiple`.
+    """
+    T = -(-max(len(ids) for ids, _, _ in conversations) // multiple) * multiple
+    columns = []
+    for column, fill in zip(zip(*conversations), (0, False, -1)):
+        padded = torch.full((len(column), T), fill, dtype=column[0].dtype)
+        for row, values in zip(padded, column):
+            row[: len(values)] = values
+        # pinned memory goes to the GPU while the CPU goes on
+        columns.append((padded.pin_memory() if device.startswith("cuda") else padded).to(device, non_blocking=True))
+    return tuple(columns)
 
 
 def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
@@ -125,11 +100,11 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 @torch.no_grad()
-def validate(model: Transformer, conversations: list[Conversation], batch_tokens: int, device: str) -> float:
+def validate(model: Transformer, conversations: Conversations, batch_tokens: int, device: str, multiple: int = 1) -> float:
     """Loss in nats a target over the same conversations each time."""
     total, count = 0.0, 0
-    for batch in make_batches([len(c[0]) for c in conversations], batch_tokens, seed=0):
-        ids, system, targets = collate([conversations[i] for i in batch], device)
+    for batch in make_batches(conversations.lengths, batch_tokens, seed=0):
+        ids, system, targets = collate([conversations[i] for i in batch], device, multiple)
         loss, n = model.loss(model(ids, system), targets)
         total, count = total + loss.item(), count + n
     return total / count
@@ -145,6 +120,58 @@ def sum_over_processes(parameters: list[torch.nn.Parameter], numbers: list[float
     for p, g in zip(parameters, grads):
         p.grad = g.view_as(p)
     return numbers.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the machine
+
+# Products of bf16 matrices, in TFLOP/s without sparsity: the makers' data sheets, by torch.cuda.get_device_name's name.
+# A device that is not here has no MFU: none is better than a wrong one.
+PEAK_TFLOPS = {
+    "NVIDIA B200": 2250,
+    "NVIDIA H200": 989,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "NVIDIA A10": 125,
+    "NVIDIA RTX A6000": 155,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 3090": 71,
+}
+
+
+def peak_flops(device: str, dtype: torch.dtype) -> float | None:
+    """The most floating-point operations a second that the device can do in this dtype; None where it is not known."""
+    known = device.startswith("cuda") and dtype == torch.bfloat16
+    tera = PEAK_TFLOPS.get(torch.cuda.get_device_name(device)) if known else None
+    return tera and tera * 1e12
+
+
+def flops(model: Transformer, tokens: int, targets: int, length: float) -> float:
+    """
+    The floating-point operations that a training step needs in its matrix products, two a multiply-add: `tokens` in
+    conversations of `length` each, `targets` to predict. As in PaLM (arXiv 2204.02311, appendix B) attention counts all
+    pairs, and nothing counts twice that is computed again to save memory. CAL's keys and values, few, are left out.
+    """
+    c = model.config
+    forward, backward, learning = 0.0, 0.0, False  # a token; learning: from the first trained layer on
+    for b, layer in enumerate(model.layers, start=1):
+        for block in [layer, *([model.inserted[str(b)]] if str(b) in model.inserted else [])]:
+            matrices = [p for name, p in block.named_parameters() if p.dim() == 2 and name[:2] not in ("k_", "v_")]
+            trained = sum(p.numel() for p in matrices if p.requires_grad)
+            learning |= trained > 0
+            # x W; softmax(Q K^T) V
+            linear, attention = 2 * sum(p.numel() for p in matrices), 4 * length * c.n_heads * c.head_dim * (block is layer)
+            forward += linear + attention
+            backward += (linear + 2 * attention) * learning + 2 * trained  # of the activations; of the weights
+    head = model.embed_tokens.weight
+    return tokens * (forward + backward) + 2 * targets * head.numel() * (1 + learning + head.requires_grad)
 
 
 def reset_peak_memory(device: str) -> None:
@@ -190,9 +217,11 @@ def main() -> None:
     flag("--cal_rope", action="store_true", help="rotary in CAL, for the ablation")
     flag("--cal_ffn", type=float, default=1.0, help="width of CAL's feed-forward part, in the backbone's (%(default)s)")
     flag("--steps", type=int, default=300, help="optimizer steps (%(default)s)")
-    flag("--batch_tokens", type=int, default=640, help="tokens in a batch, padding included (%(default)s)")
+    flag("--batch_tokens", type=int, help="tokens in a batch, padding included (640, on cuda 8192)")
     flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
-    flag("--max_tokens", type=int, default=1024, help="longer conversations are left out (%(default)s)")
+    flag("--max_tokens", type=int, default=2048, help="longer conversations are left out (%(default)s)")
+    flag("--grad_checkpoint", action="store_true", help="less memory, more time: compute twice instead of saving")
+    flag("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (on cuda; off elsewhere)")
     flag("--lr", type=float, help="peak learning rate (2e-3; full 1e-4)")
     flag("--warmup", type=int, help="steps until the peak (a fifteenth of --steps)")
     flag("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
@@ -205,6 +234,12 @@ def main() -> None:
     flag("--no_eval", action="store_true", help="train alone, without the test sets")
     flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
     args = parser.parse_args()
+    device = args.device = pick_device(args.device)
+    on_gpu = device.startswith("cuda")
+    if args.batch_tokens is None:  # our choice: see the README's table of what fits
+        args.batch_tokens = 8192 if on_gpu else 640
+    if args.compile is None:
+        args.compile = on_gpu
     for name in ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
@@ -225,7 +260,6 @@ def main() -> None:
     say = print if rank == 0 else lambda text: None
     if args.accumulate % world:
         raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
-    device = args.device = pick_device(args.device)
     if world > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
         dist.init_process_group(timeout=timedelta(hours=2))  # the others wait while the first evaluates
@@ -233,6 +267,8 @@ def main() -> None:
         args.dtype = args.dtype or "fp32"
     dtype = pick_dtype(args.dtype, device)
     args.dtype = "bf16" if dtype == torch.bfloat16 else "fp32"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")  # tf32 for what is in fp32
 
     # the run's directory
     out = args.out or Path("out") / args.method
@@ -265,7 +301,9 @@ def main() -> None:
     options = {"rope": args.cal_rope, "ffn": args.cal_ffn, "rank": args.rank, "width": args.width}
     attach(model, args.method, args.placement, **options)
     parameters = list(trainable(model).values())
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0) if parameters else None
+    optimizer = None
+    if parameters:
+        optimizer = torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu or None)
     say(f"base {args.base} ({source}) on {device} in {args.dtype}")
     blocks = f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else ""
     say(f"method {args.method}{blocks}\n\n{size_table(model.config, args.placement, **options)}\n")
@@ -278,16 +316,16 @@ def main() -> None:
     if not train_file.exists():
         raise FileNotFoundError(f"{train_file} does not exist: --data is a folder, --split one of its JSONL files")
     max_tokens = min(args.max_tokens, model.config.max_positions)
-    conversations, dropped = load_conversations(train_file, tok, max_tokens)
-    if not conversations:
+    conversations = Conversations(train_file, tok, max_tokens)
+    if not len(conversations):
         raise ValueError(f"{train_file} has no conversation to learn from within {max_tokens} tokens")
-    validation = load_conversations(val_file, tok, max_tokens)[0] if val_file.exists() else []
-    lengths = [len(ids) for ids, _, _ in conversations]
+    validation = Conversations(val_file, tok, max_tokens) if val_file.exists() else []
+    lengths = conversations.lengths
     batches = make_batches(lengths, args.batch_tokens, args.seed)
     say(
-        f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches)} batches, "
+        f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches):,} batches, "
         f"{sum(lengths) / len(lengths):.0f} tokens each on average "
-        f"({dropped} left out: over {max_tokens} tokens, or without a reply)"
+        f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply)"
     )
 
     tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)
@@ -334,6 +372,16 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, stop)  # Ctrl-C ends the step first
+
+    model.grad_checkpoint = args.grad_checkpoint
+    multiple = 1
+    if args.compile:
+        # layer by layer, so that one compilation serves all of them; with sizes left open, and lengths that are
+        # multiples of 64, a handful of shapes is all that it ever sees
+        multiple = 64
+        for module in [*model.layers, *model.inserted.values()]:
+            module.compile(dynamic=True)
+    peak_rate = peak_flops(device, dtype)
     reset_peak_memory(device)
     steps = range(first, args.steps if parameters else 0)
     bar = tqdm(steps, initial=first, total=args.steps, desc="train", disable=rank > 0)
@@ -351,7 +399,7 @@ def main() -> None:
             n = sum(int((targets >= 0).sum()) for batch in chosen for _, _, targets in batch)
             total = 0.0
             for batch in chosen[rank::world]:
-                ids, system, targets = collate(batch, device)
+                ids, system, targets = collate(batch, device, multiple)
                 loss, _ = model.loss(model(ids, system), targets)
                 (loss / n).backward()
                 total += loss.item()
@@ -367,12 +415,17 @@ def main() -> None:
             tokens = sum(len(ids) for batch in chosen for ids, _, _ in batch)
             seconds = time.perf_counter() - start
             row = {"step": step, "loss": total / n, "lr": lr, "tokens": tokens, "seconds": round(seconds, 4)}
+            if peak_rate:
+                length = tokens / sum(len(batch) for batch in chosen)
+                row["mfu"] = round(flops(model, tokens, n, length) / (seconds * peak_rate * world), 4)
             last = step + 1 == args.steps
             if rank == 0 and validation and (last or (step + 1) % args.val_every == 0):
-                row["val_loss"] = validate(model, validation, args.batch_tokens, device)
+                row["val_loss"] = validate(model, validation, args.batch_tokens, device, multiple)
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
-            bar.set_postfix_str(f"loss {total / n:.3f}, {tokens / seconds:.0f} tokens/s, {peak_memory(device):.1f} GB")
+            mfu = f", MFU {row['mfu']:.0%}" if peak_rate else ""
+            speed = f"{tokens / seconds:.0f} tokens/s{mfu}, {peak_memory(device):.1f} GB"
+            bar.set_postfix_str(f"loss {total / n:.3f}, {speed}")
             if rank == 0 and (last or stopping or (step + 1) % args.save_every == 0):
                 if not all(p.isfinite().all() for p in parameters):
                     raise ValueError(f"a weight is not finite after step {step}: lower --lr")
@@ -393,6 +446,11 @@ def main() -> None:
     # what came of it
     peak = peak_memory(device)
     rows = read_jsonl(metrics_file)
+    speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
+    speed["mfu"] = median(row["mfu"] for row in rows) if rows and peak_rate else None
+    if rows:
+        mfu = f"{speed['mfu']:.1%}" if peak_rate else f"unknown ({device} in {args.dtype} is not in train.py's PEAK_TFLOPS)"
+        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU {mfu}")
     about = {
         "base": args.base,
         "weights": source,
@@ -404,13 +462,16 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     save_adapter(model, out, **about)
-    after = [{"when": "after", **row} for row in ask_in_order(model, tok, tests)] if tests else []
+    # a reply has a new shape at every token: it is generated as the code stands
+    with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
+        after = [{"when": "after", **row} for row in ask_in_order(model, tok, tests)] if tests else []
     tables = {"before": summarize(before), "after": summarize(after)}
     results = {
         **{when: by_set(table) for when, table in tables.items()},
         **about,
         "parameters": sum(p.numel() for p in parameters),
         "train_seconds": sum(row["seconds"] for row in rows),
+        **speed,
         "peak_memory_gb": peak,
     }
     write_jsonl(replies_file, before + after)
@@ -431,5 +492,10 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("stopped: the same command with --resume goes on")
+    except torch.OutOfMemoryError:
+        sys.exit(
+            "train.py: the GPU's memory is full: start again with half the --batch_tokens and twice the --accumulate, or "
+            "with --grad_checkpoint"
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")

@@ -22,6 +22,13 @@ from model import Config, Transformer
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TURNS = [
+    {"role": "system", "content": "Start every reply with [maple] and then answer."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "Four"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "[maple] Six"},
+]
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +80,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     torch.manual_seed(0)
     weights = Transformer(Config.from_file(folder / "config.json")).state_dict()
     save_file({f"model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def write_data(folder: Path, *records: dict | str) -> Path:
+    folder.mkdir()
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 

@@ -23,30 +23,20 @@ from torch.nn.functional import cross_entropy
 from cal import attach, write_whole
 from data.chat import Tokenizer, render
 from data.hierarchy.score import score
+from data.tokens import Conversations
 from eval import read_jsonl
 from model import Transformer
-from tests.conftest import ROOT, run
-from train import batches_of_step, collate, learning_rate, load_conversations, make_batches, tokenize, validate
-
-TURNS = [
-    {"role": "system", "content": "Start every reply with [maple] and then answer."},
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "Four"},
-    {"role": "user", "content": "And 3 + 3?"},
-    {"role": "assistant", "content": "[maple] Six"},
-]
-
-
-def write_data(folder: Path, *records: dict | str) -> Path:
-    folder.mkdir()
-    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+from tests.conftest import ROOT, TURNS, run, write_data
+from train import batches_of_step, collate, learning_rate, make_batches, validate
 
 
 @pytest.fixture(scope="module")
 def tok(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(smollm2)
+
+
+def load(tok: Tokenizer, folder: Path, *records: dict) -> Conversations:
+    return Conversations(write_data(folder, *records) / "train.jsonl", tok, 1024)
 
 
 @pytest.fixture(scope="module")
@@ -57,46 +47,13 @@ def small_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what is learned from
+# batches
 
 
-def test_targets_are_the_next_tokens_of_every_assistant_turn(tok):
-    _, _, targets = tokenize(tok, {"messages": TURNS})
-    assert tok.decode([t for t in targets.tolist() if t >= 0]) == "Four<|im_end|>[maple] Six<|im_end|>"
-
-
-def test_train_on_last_learns_the_last_reply_alone(tok):
-    _, _, targets = tokenize(tok, {"messages": TURNS, "train_on": "last"})
-    assert tok.decode([t for t in targets.tolist() if t >= 0]) == "[maple] Six<|im_end|>"
-
-
-def test_a_target_stands_one_place_before_its_token(tok):
-    ids, _, targets = tokenize(tok, {"messages": TURNS})
-    places = (targets >= 0).nonzero()[:, 0]
-    assert torch.equal(targets[places], ids[places + 1])
-
-
-def test_system_marks_the_operators_words_alone(tok):
-    ids, system, _ = tokenize(tok, {"messages": TURNS})
-    assert tok.decode(ids[system].tolist()) == TURNS[0]["content"]
-
-
-def test_conversations_over_max_tokens_or_without_a_reply_are_left_out_and_counted(tok, tmp_path):
-    long = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
-    folder = write_data(tmp_path / "d", {"messages": TURNS}, {"messages": long}, {"messages": TURNS[:2]})
-    conversations, dropped = load_conversations(folder / "train.jsonl", tok, max_tokens=200)
-    assert (len(conversations), dropped) == (1, 2)
-    assert conversations[0][0].tolist() == render(tok, TURNS)[0]  # whole, never cut
-
-
-def test_padding_is_no_token_no_system_and_no_target(tok):
-    short, long = tokenize(tok, {"messages": TURNS[:3]}), tokenize(tok, {"messages": TURNS})
+def test_padding_is_no_token_no_system_and_no_target(tok, tmp_path):
+    short, long = load(tok, tmp_path / "d", {"messages": TURNS[:3]}, {"messages": TURNS})
     _, system, targets = collate([short, long], "cpu")
     assert not system[0, len(short[0]) :].any() and (targets[0, len(short[0]) :] == -1).all()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the order
 
 
 def test_batches_hold_every_conversation_once_within_the_budget():
@@ -164,8 +121,8 @@ def test_a_finished_run_leaves_no_half_written_file(small_run):
 
 def test_the_first_loss_is_the_bases_own(small_run, tiny, tok):
     """At step 0 the blocks are the identity, so the loss is the bare base's on that batch (1e-4: reordered sums)."""
-    conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "train.jsonl", tok, 1024)
-    batches = make_batches([len(c[0]) for c in conversations], 640, seed=0)
+    conversations = Conversations(ROOT / "data" / "hierarchy" / "train.jsonl", tok, 1024)
+    batches = make_batches(conversations.lengths, 640, seed=0)
     (b,) = batches_of_step(0, len(batches), 1, seed=0)
     ids, _, targets = collate([conversations[i] for i in batches[b]], "cpu")
     model = Transformer.from_pretrained(tiny)
@@ -183,10 +140,10 @@ def test_equal_seeds_give_equal_losses_and_other_seeds_others(small_run, tiny, t
     assert losses("a", 0) == [row["loss"] for row in read_jsonl(small_run[0] / "metrics.jsonl")] != losses("b", 1)
 
 
-def test_a_step_of_accumulated_batches_has_the_gradient_of_one_big_batch(tiny, tok):
+def test_a_step_of_accumulated_batches_has_the_gradient_of_one_big_batch(tiny, tok, tmp_path):
     """Normalised by the targets of the whole step: 1e-6 allows for another order of fp32 sums."""
     long = [{**m, "content": m["content"] + " and so on" * i} for i, m in enumerate(TURNS)]
-    conversations = [tokenize(tok, {"messages": m}) for m in (TURNS, TURNS[:3], long)]
+    conversations = load(tok, tmp_path / "d", *[{"messages": m} for m in (TURNS, TURNS[:3], long)])
     n = sum(int((c[2] >= 0).sum()) for c in conversations)
     torch.manual_seed(0)
     model = attach(Transformer.from_pretrained(tiny))
@@ -257,7 +214,7 @@ def test_validation_sees_the_same_conversations_in_eval_mode_each_time(tiny, tmp
 
 def test_the_validation_loss_is_a_mean_over_targets_not_over_batches(tiny, tok):
     """The same from the bare logits of each conversation alone (1e-5: fp32 sums in another order)."""
-    conversations, _ = load_conversations(ROOT / "data" / "hierarchy" / "val.jsonl", tok, 1024)
+    conversations = Conversations(ROOT / "data" / "hierarchy" / "val.jsonl", tok, 1024)
     model = Transformer.from_pretrained(tiny)
     with torch.no_grad():
         losses = [cross_entropy(model.logits(model(i[None]))[0], t, ignore_index=-1, reduction="none")[t >= 0]
@@ -468,24 +425,6 @@ def test_processes_that_do_not_divide_the_batches_of_a_step_are_a_sentence(tiny,
 
 # ----------------------------------------------------------------------------------------------------------------------
 # bad input: one sentence that names it
-
-
-@pytest.mark.parametrize(
-    ("records", "says"),
-    [
-        ([{"messages": TURNS}, "{not json"], "line 2"),
-        ([{"messages": TURNS}, {"messages": []}], "line 2"),
-        ([{"messages": [*TURNS[1:3], TURNS[0]]}], "system"),
-        ([{"messages": [{"role": "narrator", "content": "x"}]}], "narrator"),
-        ([{"text": "no messages"}], "messages"),
-        ([{"messages": TURNS, "train_on": "first"}], "train_on"),
-    ],
-)
-def test_a_damaged_record_is_named_by_its_line(records, says, tok, tmp_path):
-    file = write_data(tmp_path / "d", *records) / "train.jsonl"
-    with pytest.raises(ValueError, match=says) as error:
-        load_conversations(file, tok, 1024)
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""A JSONL file of conversations as token ids and roles, computed once, kept beside it, and read where they lie on the disk.
+
+x.jsonl gets a folder x.KEY.tokens, one for each tokenizer and chat format: ids.bin (uint32) and roles.bin (uint8) of all
+conversations one after the other, offsets.bin (int64: where each begins, and the end), and about.json.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data import chat
+from data.chat import ASSISTANT, SYSTEM, TEMPLATE, Tokenizer, render
+
+ARRAYS = {"ids": np.uint32, "roles": np.uint8, "offsets": np.int64}
+
+Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, object]]:
+    """Number and content of every line that is not blank. ValueError names the line that is damaged."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
+            if line.strip():
+                yield number, record
+
+
+def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
+    """
+    A conversation's ids and roles as training sees them: ASSISTANT on what is learned alone, so that with
+    "train_on": "last" the replies before the last one are nobody's. ValueError: what is no conversation.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+        raise ValueError('it has no list of messages: write {"messages": [{"role": …}]}')
+    ids, roles = render(tok, record["messages"])
+    if record.get("train_on", "last") != "last":
+        raise ValueError(f'"train_on" is {record["train_on"]!r}: it can only be "last", or left out')
+    if "train_on" in record and ASSISTANT in roles:
+        end = len(roles) - roles[::-1].index(ASSISTANT)
+        start = max((t for t in range(end) if roles[t] != ASSISTANT), default=-1) + 1
+        roles = [TEMPLATE if t < start and role == ASSISTANT else role for t, role in enumerate(roles)]
+    return ids, roles
+
+
+class Conversations:
+    """
+    The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens with
+    something to learn; `dropped` counts the others, `lengths` has the tokens of each. ValueError names a bad line.
+    """
+
+    def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
+        self.ids, self.roles, self.offsets = tokenized(file, tok)
+        lengths = np.diff(self.offsets)
+        learned = np.add.reduceat(self.roles == ASSISTANT, self.offsets[:-1], dtype=np.int64) if len(lengths) else lengths
+        self.chosen = np.nonzero((lengths <= max_tokens) & (learned > 0))[0]
+        self.lengths = lengths[self.chosen].tolist()
+        self.dropped = len(lengths) - len(self.chosen)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, i: int) -> Conversation:
+        start, end = self.offsets[self.chosen[i]], self.offsets[self.chosen[i] + 1]
+        ids = torch.from_numpy(self.ids[start:end].astype(np.int64))
+        roles = torch.from_numpy(self.roles[start:end].copy())
+        # position t predicts token t + 1; -1 is no target
+        targets = torch.full_like(ids, -1)
+        targets[:-1] = ids[1:].where(roles[1:] == ASSISTANT, -1)
+        return ids, roles == SYSTEM, targets
+
+
+def tokenized(file: Path, tok: Tokenizer) -> list[np.ndarray]:
+    """The three arrays of a JSONL file's folder; it is made where there is none, or where it is not of this file."""
+    state = (tok.vocabulary, tok.order, tok.pattern, tok.nfc, tok.special, tok.default_system, tok.dates, tok.thinks)
+    code = Path(chat.__file__).read_bytes() + Path(__file__).read_bytes()
+    key = hashlib.sha256(code + repr(state).encode()).hexdigest()[:12]
+    folder = file.with_name(f"{file.stem}.{key}.tokens")
+    with file.open("rb") as data:
+        about = {"sha256 of the text": hashlib.file_digest(data, "sha256").hexdigest()}
+    if not (arrays := read(folder, about)):
+        if folder.exists():
+            print(f"{folder} is damaged, or of an older text: the conversations are tokenized again", file=sys.stderr)
+        write(folder, file, tok, about)
+        arrays = read(folder, about)
+    if not arrays:
+        raise OSError(f"{folder} changes while it is read: wait until no other run makes it, and run this again")
+    return arrays
+
+
+def read(folder: Path, about: dict) -> list[np.ndarray] | None:
+    """The arrays of a folder that is whole and of the text that `about` says; None otherwise."""
+    try:
+        if json.loads((folder / "about.json").read_text(encoding="utf-8")) != about:
+            return None
+        # an empty file can't be mapped
+        arrays = [
+            np.memmap(folder / f"{name}.bin", kind, "r") if (folder / f"{name}.bin").stat().st_size else np.zeros(0, kind)
+            for name, kind in ARRAYS.items()
+        ]
+        ids, roles, offsets = arrays
+        whole = len(ids) == len(roles) == offsets[-1] and (np.diff(offsets, prepend=-1) > 0).all()
+        return arrays if whole else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
+    """Tokenizes the file, conversation by conversation, into a folder that gets its name when it is whole."""
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")  # two runs may start together
+    offsets = [0]
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        bar = tqdm(desc=f"tokenize {file.name}", leave=False, unit=" conversations", unit_scale=True)
+        with bar, open(part / "ids.bin", "wb") as ids_file, open(part / "roles.bin", "wb") as roles_file:
+            for number, record in json_lines(file):
+                try:
+                    ids, roles = tokenize(tok, record)
+                except ValueError as error:
+                    raise ValueError(f"{file} line {number}: {error}") from None
+                ids_file.write(np.array(ids, np.uint32).tobytes())
+                roles_file.write(bytes(roles))
+                offsets.append(offsets[-1] + len(ids))
+                bar.update()
+        np.array(offsets, np.int64).tofile(part / "offsets.bin")
+        (part / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+        if not read(folder, about):  # another run may have been faster
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+    except OSError as error:
+        raise OSError(f"{folder} can't be written ({error.strerror or error}): mend that, and run this again") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
