@@ -376,9 +376,9 @@ def main() -> None:
     model.grad_checkpoint = args.grad_checkpoint
     multiple = 1
     if args.compile:
-        # layer by layer, so that one compilation serves all of them; with sizes left open, and lengths that are
-        # multiples of 64, a handful of shapes is all that it ever sees
-        multiple = 64
+        # layer by layer, so that one compilation serves all of them; with sizes left open it compiles a handful of times
+        multiple = 64  # lengths that suit the GPU
+        torch._dynamo.config.capture_scalar_outputs = True  # cal.py counts the system tokens
         for module in [*model.layers, *model.inserted.values()]:
             module.compile(dynamic=True)
     peak_rate = peak_flops(device, dtype)
