@@ -341,11 +341,14 @@ class Transformer(nn.Module):
         model.load_state_dict(weights, assign=True)
         return model.eval()
 
-    def forward(self, ids: Tensor, system: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, system: Tensor | None = None, cache: Cache | None = None, below: Tensor | None = None
+    ) -> Tensor:
         """
         ids (B, T) and system, bool (B, T), True on the system prompt's tokens, give hidden states (B, T, D) after the
         final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
-        tokens continue its rows. ValueError if a row would pass the context length.
+        tokens continue its rows. below (B, T, D) is what self.below(ids) gives, where that is known already.
+        ValueError if a row would pass the context length.
         """
         if system is not None and (system.shape != ids.shape or system.dtype != torch.bool):
             raise ValueError(f"system is {system.dtype} of {tuple(system.shape)}: give bool of {tuple(ids.shape)}")
@@ -354,18 +357,34 @@ class Transformer(nn.Module):
         if tokens > context:
             raise ValueError(f"{tokens} tokens do not fit the model's context of {context}: shorten the conversation")
         positions = cache.start(T) if cache else torch.arange(T, device=ids.device)[None]
-        x = self.embed_tokens(ids)  # (B, T, D)
+        x = self.embed_tokens(ids) if below is None else below  # (B, T, D)
+        done = 0 if below is None else self.layers_below
         cos, sin = rope_tables(self.config, positions, x.dtype)
         # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
         # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
         for b, layer in enumerate(self.layers, start=1):
-            x = self.run(layer, x, cos, sin, cache)
+            if b > done:
+                x = self.run(layer, x, cos, sin, cache)
             if (boundary := str(b)) in self.inserted:
                 kept = cache.inserted.setdefault(boundary, {}) if cache else None
                 x = self.run(self.inserted[boundary], x, system, kept, positions)
         if cache:
             cache.positions = cache.positions + T
         return self.norm(x)
+
+    @property
+    def layers_below(self) -> int:
+        """How many layers come before the first inserted block."""
+        return min((int(boundary) for boundary in self.inserted), default=0)
+
+    @torch.no_grad()
+    def below(self, ids: Tensor) -> Tensor:
+        """ids (B, T) to hidden states (B, T, D) before the first inserted block: no training changes these."""
+        x = self.embed_tokens(ids)
+        cos, sin = rope_tables(self.config, torch.arange(ids.shape[1], device=ids.device)[None], x.dtype)
+        for layer in self.layers[: self.layers_below]:
+            x = layer(x, cos, sin)
+        return x
 
     def run(self, module: nn.Module, *args: object) -> Tensor:
         """module(*args). With grad_checkpoint its inputs alone are saved, and the backward pass computes the rest again."""

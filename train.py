@@ -29,51 +29,18 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, size_table, trainable, write_whole
-from data.download import weights_source
+from data.download import ROOT, weights_source
 from data.hierarchy.prepare import prepare_if_needed
-from data.tokens import Conversation, Conversations
+from data.tokens import Conversations, States, collate, make_batches
 from eval import HIERARCHY, ask_base, ask_in_order, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
 from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
 # ----------------------------------------------------------------------------------------------------------------------
 # data
-
-
-def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
-    """
-    Indices in batches of similar length, so that little is padding: the longest times their number is at most
-    batch_tokens, unless a single conversation has more.
-    """
-    order = list(range(len(lengths)))
-    random.Random(seed).shuffle(order)  # which of the same length come together is chance
-    order.sort(key=lambda i: lengths[i])
-    batches: list[list[int]] = [[]]
-    for i in order:
-        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > batch_tokens:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
-
-
-def collate(conversations: list[Conversation], device: str, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding, to a T that is
-    a multiple of `multiple`.
-    """
-    T = -(-max(len(ids) for ids, _, _ in conversations) // multiple) * multiple
-    columns = []
-    for column, fill in zip(zip(*conversations), (0, False, -1)):
-        padded = torch.full((len(column), T), fill, dtype=column[0].dtype)
-        for row, values in zip(padded, column):
-            row[: len(values)] = values
-        # pinned memory goes to the GPU while the CPU goes on
-        columns.append((padded.pin_memory() if device.startswith("cuda") else padded).to(device, non_blocking=True))
-    return tuple(columns)
 
 
 def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
@@ -220,6 +187,7 @@ def main() -> None:
     flag("--batch_tokens", type=int, help="tokens in a batch, padding included (640, on cuda 8192)")
     flag("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
     flag("--max_tokens", type=int, default=2048, help="longer conversations are left out (%(default)s)")
+    flag("--cache_prefix", action="store_true", help="keep what the layers below the first block give on the disk")
     flag("--grad_checkpoint", action="store_true", help="less memory, more time: compute twice instead of saving")
     flag("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (on cuda; off elsewhere)")
     flag("--lr", type=float, help="peak learning rate (2e-3; full 1e-4)")
@@ -328,6 +296,15 @@ def main() -> None:
         f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply)"
     )
 
+    states = None
+    if args.cache_prefix:
+        if not model.layers_below:
+            raise ValueError(f"--cache_prefix is of no use to --method {args.method}, which has nothing frozen: leave it out")
+        files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
+        machine = [device, platform.processor(), torch.get_num_threads(), torch.__version__]
+        key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine]
+        states = States(conversations, model.config.hidden_size, dtype, key)
+
     tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -391,16 +368,14 @@ def main() -> None:
             lr = learning_rate(step, args.steps, args.lr, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            chosen = [
-                [conversations[i] for i in batches[b]]
-                for b in batches_of_step(step, len(batches), args.accumulate, args.seed)
-            ]
+            chosen = [batches[b] for b in batches_of_step(step, len(batches), args.accumulate, args.seed)]
             # our choice: the step's loss is a mean over all its targets, however they are spread over its batches
-            n = sum(int((targets >= 0).sum()) for batch in chosen for _, _, targets in batch)
+            n = sum(conversations.learned[i] for batch in chosen for i in batch)
             total = 0.0
             for batch in chosen[rank::world]:
-                ids, system, targets = collate(batch, device, multiple)
-                loss, _ = model.loss(model(ids, system), targets)
+                ids, system, targets = collate([conversations[i] for i in batch], device, multiple)
+                below = states.of(batch, ids, model.below) if states else None
+                loss, _ = model.loss(model(ids, system, below=below), targets)
                 (loss / n).backward()
                 total += loss.item()
             if world > 1:
@@ -412,7 +387,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-            tokens = sum(len(ids) for batch in chosen for ids, _, _ in batch)
+            tokens = sum(lengths[i] for batch in chosen for i in batch)
             seconds = time.perf_counter() - start
             row = {"step": step, "loss": total / n, "lr": lr, "tokens": tokens, "seconds": round(seconds, 4)}
             if peak_rate:

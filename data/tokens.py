@@ -5,11 +5,13 @@ conversations one after the other, offsets.bin (int64: where each begins, and th
 """
 
 import hashlib
+import itertools
 import json
 import os
+import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,15 +59,16 @@ def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
 class Conversations:
     """
     The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens with
-    something to learn; `dropped` counts the others, `lengths` has the tokens of each. ValueError names a bad line.
+    something to learn; `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each.
+    ValueError names a bad line.
     """
 
     def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
-        self.ids, self.roles, self.offsets = tokenized(file, tok)
+        self.folder, (self.ids, self.roles, self.offsets) = tokenized(file, tok)
         lengths = np.diff(self.offsets)
         learned = np.add.reduceat(self.roles == ASSISTANT, self.offsets[:-1], dtype=np.int64) if len(lengths) else lengths
         self.chosen = np.nonzero((lengths <= max_tokens) & (learned > 0))[0]
-        self.lengths = lengths[self.chosen].tolist()
+        self.lengths, self.learned = lengths[self.chosen].tolist(), learned[self.chosen].tolist()
         self.dropped = len(lengths) - len(self.chosen)
 
     def __len__(self) -> int:
@@ -81,8 +84,8 @@ class Conversations:
         return ids, roles == SYSTEM, targets
 
 
-def tokenized(file: Path, tok: Tokenizer) -> list[np.ndarray]:
-    """The three arrays of a JSONL file's folder; it is made where there is none, or where it is not of this file."""
+def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
+    """A JSONL file's folder and its three arrays; it is made where there is none, or where it is not of this text."""
     state = (tok.vocabulary, tok.order, tok.pattern, tok.nfc, tok.special, tok.default_system, tok.dates, tok.thinks)
     code = Path(chat.__file__).read_bytes() + Path(__file__).read_bytes()
     key = hashlib.sha256(code + repr(state).encode()).hexdigest()[:12]
@@ -96,7 +99,7 @@ def tokenized(file: Path, tok: Tokenizer) -> list[np.ndarray]:
         arrays = read(folder, about)
     if not arrays:
         raise OSError(f"{folder} changes while it is read: wait until no other run makes it, and run this again")
-    return arrays
+    return folder, arrays
 
 
 def read(folder: Path, about: dict) -> list[np.ndarray] | None:
@@ -143,3 +146,103 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
         raise OSError(f"{folder} can't be written ({error.strerror or error}): mend that, and run this again") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# batches
+
+
+def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
+    """
+    Indices in batches of similar length, so that little is padding: the longest times their number is at most
+    batch_tokens, unless a single conversation has more.
+    """
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)  # which of the same length come together is chance
+    order.sort(key=lambda i: lengths[i])
+    batches: list[list[int]] = [[]]
+    for i in order:
+        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > batch_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def collate(conversations: list[Conversation], device: str, multiple: int = 1) -> Conversation:
+    """
+    ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding, to a T that is
+    a multiple of `multiple`.
+    """
+    T = -(-max(len(ids) for ids, _, _ in conversations) // multiple) * multiple
+    columns = []
+    for column, fill in zip(zip(*conversations), (0, False, -1)):
+        padded = torch.full((len(column), T), fill, dtype=column[0].dtype)
+        for row, values in zip(padded, column):
+            row[: len(values)] = values
+        # pinned memory goes to the GPU while the CPU goes on
+        columns.append((padded.pin_memory() if device.startswith("cuda") else padded).to(device, non_blocking=True))
+    return tuple(columns)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# hidden states beside the tokens
+
+
+class States:
+    """
+    What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
+    conversations come by: states of all tokens, a byte for each conversation that is there, and the hash of all that
+    the values depend on, which are the tokens and `key` (anything that JSON can hold). OSError: there is no room.
+    """
+
+    def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, key: list):
+        self.lengths, self.width, self.dtype = conversations.lengths, width, dtype
+        self.starts = [n * width * dtype.itemsize for n in itertools.accumulate(self.lengths, initial=0)]  # in bytes
+        about = [key, (conversations.folder / "about.json").read_text(), self.lengths, width, str(dtype)]
+        mark = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        file = conversations.folder / f"{mark[:12]}.states"
+        self.path, self.size, n = file, self.starts[-1], len(self.lengths)
+        if file.exists() and not self.is_whole(mark):
+            print(f"{file} is cut short or foreign: it is written anew", file=sys.stderr)
+            file.unlink()
+        if not file.exists():
+            free = shutil.disk_usage(file.parent).free
+            print(f"hidden states of {sum(self.lengths):,} tokens: {self.size / 1e9:.2f} GB in {file}")
+            if self.size > free:
+                raise OSError(f"{file} has room for {free / 1e9:.2f} GB alone: make more, or go without the cache")
+            part = file.with_name(f"{file.name}.{os.getpid()}.part")
+            with part.open("wb") as f:
+                f.truncate(self.size + n)
+                f.seek(self.size + n)
+                f.write(mark.encode())
+            part.replace(file)
+        self.file = file.open("r+b", buffering=0)
+        self.map = np.memmap(self.file, np.uint8, "r")
+        self.there = self.map[self.size : self.size + n]
+
+    def is_whole(self, mark: str) -> bool:
+        with self.path.open("rb") as f:
+            f.seek(self.size + len(self.lengths))
+            return f.read() == mark.encode()
+
+    def of(self, batch: list[int], ids: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """The states (B, T, width) of these conversations, whose padded ids (B, T) are given for what is not there yet."""
+        if self.there[batch].all():
+            hidden = torch.zeros(*ids.shape, self.width, dtype=self.dtype)
+            for row, i in zip(hidden, batch):
+                states = torch.from_numpy(self.map[self.starts[i] : self.starts[i + 1]].copy())
+                row[: self.lengths[i]] = states.view(self.dtype).view(-1, self.width)
+            return hidden.to(ids.device)
+        hidden = compute(ids)
+        try:
+            for row, i in zip(hidden.cpu(), batch):
+                self.write(self.starts[i], row[: self.lengths[i]].contiguous().view(torch.uint8).numpy().tobytes())
+                self.write(self.size + i, b"\1")  # last, so that a run that dies leaves no half conversation
+        except OSError as error:
+            raise OSError(f"{self.path} can't be written ({error.strerror}): make room, or go without the cache") from None
+        return hidden
+
+    def write(self, start: int, content: bytes) -> None:
+        self.file.seek(start)
+        while content:  # the last piece before a disk is full may be written in part
+            content = content[self.file.write(content) :]

@@ -1,17 +1,19 @@
 """data/tokens.py: what of a conversation is learned from, and arrays on the disk that are the text's or are made anew."""
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data import tokens
 from data.chat import Tokenizer, render
-from data.tokens import Conversation, Conversations
+from data.tokens import Conversation, Conversations, States, collate
 from tests.conftest import ROOT, TURNS, write_data
 
 
@@ -166,3 +168,90 @@ def test_a_run_that_is_killed_leaves_nothing_under_the_final_name(file, tok, mon
             Conversations(file, tok, 1024)
     assert caches(file) == [] and len(Conversations(file, tok, 1024)) == 2
     assert json.loads(next(caches(file)[0].glob("about.json")).read_text())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# hidden states on the disk
+
+
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    """Stands for the frozen layers: (B, T) to (B, T, 2)."""
+    return torch.stack((ids, 2 * ids), dim=-1).bfloat16()
+
+
+def states_of(file: Path, tok: Tokenizer, key: str = "weights") -> tuple[States, torch.Tensor]:
+    conversations = Conversations(file, tok, 1024)
+    ids, _, _ = collate([conversations[1], conversations[0]], "cpu")
+    return States(conversations, 2, torch.bfloat16, [key]), ids
+
+
+def refuse(_: torch.Tensor) -> None:
+    raise AssertionError("computed again")
+
+
+def test_states_are_computed_once_and_read_by_the_next_run(file, tok):
+    states, ids = states_of(file, tok)
+    states.of([1, 0], ids, doubled)
+    states, ids = states_of(file, tok)
+    assert torch.equal(states.of([1, 0], ids, refuse)[1], doubled(ids)[1])
+
+
+def test_states_of_one_conversation_do_not_depend_on_the_batch_they_came_in(file, tok):
+    states, ids = states_of(file, tok)
+    states.of([1, 0], ids, doubled)
+    alone, _, _ = collate([Conversations(file, tok, 1024)[1]], "cpu")
+    assert torch.equal(states.of([1], alone, refuse), doubled(alone))
+
+
+def test_a_batch_with_one_conversation_missing_is_computed(file, tok):
+    states, ids = states_of(file, tok)
+    states.of([1], ids[:1, : states.lengths[1]], doubled)
+    with pytest.raises(AssertionError):
+        states.of([1, 0], ids, refuse)
+
+
+@pytest.mark.parametrize("change", ["key", "text"])
+def test_states_are_refused_when_what_they_depend_on_changed(change, file, tok):
+    states, ids = states_of(file, tok)
+    states.of([1, 0], ids, doubled)
+    if change == "text":
+        file.write_text(file.read_text().replace("maple", "birch"))
+    states, ids = states_of(file, tok, key="other weights" if change == "key" else "weights")
+    with pytest.raises(AssertionError):
+        states.of([1, 0], ids, refuse)
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "longer"])
+def test_a_damaged_file_of_states_is_written_anew_with_a_sentence(damage, file, tok, capsys):
+    states, ids = states_of(file, tok)
+    states.of([1, 0], ids, doubled)
+    content = states.path.read_bytes()
+    states.path.write_bytes({"cut": content[:-70], "foreign": bytes(len(content)), "longer": content + b"x"}[damage])
+    capsys.readouterr()
+    states, ids = states_of(file, tok)
+    assert "it is written anew" in capsys.readouterr().err
+    assert torch.equal(states.of([1, 0], ids, doubled), doubled(ids))
+
+
+def test_the_size_of_states_is_said_before_they_are_written(file, tok, capsys):
+    states, ids = states_of(file, tok)
+    assert f"{ids.ne(0).sum():,} tokens: 0.00 GB in {states.path}" in capsys.readouterr().out
+
+
+def test_a_disk_without_room_for_states_gets_a_sentence_and_keeps_nothing(file, tok, monkeypatch):
+    Conversations(file, tok, 1024)
+    monkeypatch.setattr(tokens.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(OSError, match="has room for 0.00 GB alone: make more") as error:
+        states_of(file, tok)
+    assert "\n" not in str(error.value) and not list(file.parent.glob("*/*.states*"))
+
+
+def test_a_disk_that_fills_up_while_states_are_written_gets_a_sentence(file, tok, monkeypatch):
+    states, ids = states_of(file, tok)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(states, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device\): make room, or go without the cache"):
+        states.of([1, 0], ids, doubled)

@@ -22,17 +22,23 @@ from torch.nn.functional import cross_entropy
 
 from cal import attach, write_whole
 from data.chat import Tokenizer, render
+from data.hierarchy.prepare import prepare_if_needed
 from data.hierarchy.score import score
-from data.tokens import Conversations
+from data.tokens import Conversations, collate, make_batches
 from eval import read_jsonl
 from model import Transformer
 from tests.conftest import ROOT, TURNS, run, write_data
-from train import batches_of_step, collate, learning_rate, make_batches, validate
+from train import batches_of_step, learning_rate, validate
 
 
 @pytest.fixture(scope="module")
 def tok(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(smollm2)
+
+
+def hierarchy_records(n: int) -> list[dict]:
+    prepare_if_needed()
+    return read_jsonl(ROOT / "data" / "hierarchy" / "train.jsonl")[:n]
 
 
 def load(tok: Tokenizer, folder: Path, *records: dict) -> Conversations:
@@ -167,6 +173,32 @@ def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, 
     assert len({row["loss"] for row in read_jsonl(out / "metrics.jsonl")}) == 1  # the same batch, the same model
 
 
+def test_the_cache_of_hidden_states_is_of_no_use_where_the_first_layer_learns(tiny, tmp_path):
+    flags = ("--base", tiny, "--method", "lora", "--cache_prefix", "--no_eval", "--out", tmp_path / "o")
+    assert "--cache_prefix is of no use to --method lora" in run("train.py", *flags).stderr
+
+
+@pytest.mark.parametrize(("dtype", "method"), [("bf16", "cal"), ("bf16", "mlp"), ("fp32", "cal")])
+def test_losses_with_cached_hidden_states_are_those_without_bit_for_bit(dtype, method, tiny, tmp_path):
+    """Two epochs: the first fills the cache, the second reads it. The CPU's products do not depend on the batch."""
+    folder = write_data(tmp_path / "d", *hierarchy_records(40))
+    flags = ("--base", tiny, "--data", folder, "--steps", 14, "--no_eval", "--dtype", dtype, "--method", method)
+    for name, more in (("without", ()), ("with", ("--cache_prefix",))):
+        done = run("train.py", *flags, *more, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    without, cached = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("without", "with"))
+    assert [row["loss"] for row in without] == [row["loss"] for row in cached]
+
+
+def test_grad_checkpoint_changes_no_loss(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *hierarchy_records(20))
+    flags = ("--base", tiny, "--data", folder, "--steps", 6, "--no_eval", "--dtype", "fp32")
+    for name, more in (("plain", ()), ("again", ("--grad_checkpoint",))):
+        assert run("train.py", *flags, *more, "--out", tmp_path / name).returncode == 0
+    plain, again = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "again"))
+    assert [row["loss"] for row in plain] == [row["loss"] for row in again]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # stopping and going on
 
@@ -175,7 +207,7 @@ def batches_seen(monkeypatch: pytest.MonkeyPatch, *flags: object) -> list[tuple[
     """The ids and system masks that a run's model is given, in order."""
     seen, forward = [], Transformer.forward
     with monkeypatch.context() as patch:
-        patch.setattr(Transformer, "forward", lambda m, ids, s: seen.append((ids, s)) or forward(m, ids, s))
+        patch.setattr(Transformer, "forward", lambda m, ids, s, **_: seen.append((ids, s)) or forward(m, ids, s))
         assert run("train.py", *flags).returncode == 0
     return seen
 
@@ -203,7 +235,7 @@ def test_a_run_of_any_method_leaves_an_adapter_that_eval_loads(method, tiny, tmp
 
 def test_validation_sees_the_same_conversations_in_eval_mode_each_time(tiny, tmp_path, monkeypatch):
     modes, forward = [], Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda m, ids, s: modes.append((m.training, ids)) or forward(m, ids, s))
+    monkeypatch.setattr(Transformer, "forward", lambda m, ids, s, **_: modes.append((m.training, ids)) or forward(m, ids, s))
     flags = ("--base", tiny, "--steps", 3, "--val_every", 1, "--no_eval", "--dtype", "fp32", "--out", tmp_path / "r")
     assert run("train.py", *flags).returncode == 0
     n = (len(modes) - 3) // 3  # batches of a validation, after each step's one

@@ -1,0 +1,403 @@
+"""
+Make a corpus of general conversations for plain SFT from public files: `python -m data.sft.prepare`.
+
+50,000 of them go to train.jsonl and, one in a hundred, val.jsonl; sources.json counts where they come from. Left out is
+what repeats another conversation, or 13 words of a benchmark's prompts (long_ifeval's are sys_ifeval's, and filler).
+
+--from FILE … takes files that are at hand instead, JSONL or a JSON list, or .gz of these, of records like
+    {"messages": [{"role": "user", "content": "…"}, …]}
+    {"conversations": [{"from": "human", "value": "…"}, …]}     and, if need be, "system" and "tools"
+    {"instruction": "…", "input": "…", "output": "…"}           or "response" for "output"
+"""
+
+import argparse
+import errno
+import gzip
+import json
+import os
+import random
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data import download as net
+from data.download import download, file_hash
+from data.glaive import prepare as glaive
+from data.glaive.score import TAG, parse_call
+from data.gsm8k.prepare import ANSWER
+from data.gsm8k.prepare import URL as GSM8K_TEST
+
+HERE = Path(__file__).parent
+TOTAL = 50_000
+# our choice: how many of 50,000 a source gives, its licence, and where it is on the Hub, or elsewhere
+SOURCES = {
+    "SystemChat-1.1": (10_000, "Apache-2.0", "abacusai/SystemChat-1.1/resolve/main/SystemConversations.jsonl"),
+    "Dolly-15k": (8_000, "CC-BY-SA-3.0", "databricks/databricks-dolly-15k/resolve/main/databricks-dolly-15k.jsonl"),
+    "GSM8K": (5_000, "MIT", GSM8K_TEST.replace("test.jsonl", "train.jsonl")),
+    "Glaive-v2": (5_000, "Apache-2.0", glaive.URL.split("/datasets/")[1]),
+    # the last one also gives what the others lack; 986 MB, of which only the beginning is read: its rows come mixed
+    "SlimOrca": (22_000, "MIT", "Open-Orca/SlimOrca/resolve/main/oo-labeled_correct.gpt4.sharegpt.jsonl"),
+}
+SHA256 = {"GSM8K": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"}
+BLOCK = 8 << 20  # bytes of the last source that are asked for at a time
+
+LONGEST = 8_000  # our choice: characters of a conversation
+VALIDATION = 0.01
+DROPS = ("shape", "empty turn", "length", "duplicate", "overlap")
+COLUMNS = ("read", "kept", "with system", *DROPS)
+
+GRAM = 13  # words that, in a row, tell where a text comes from (arXiv 2005.14165, appendix C)
+FREQUENT = 10  # our choice: what more prompts of a benchmark have in common is its scaffolding
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # no spaces part these words
+WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
+BASE = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that makes one number of a gram; any large odd number will do
+
+ROLES = {"system": "system", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant"}
+# our choice: nobody vouches for what a tool says, so that it counts no more than the user
+ROLES |= dict.fromkeys(("user", "human", "function", "observation"), "user")
+
+
+class FileChanged(Exception):
+    """The server has another file than the one whose first blocks were read."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# records
+
+
+def read_records(file: Path) -> Iterator[tuple[str, object]]:
+    """The place (for an error) and content of each record in a JSON list or JSONL. ValueError names a damaged one."""
+    place, opener = "its beginning", gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rb") as lines:
+            if lines.read(1 << 10).lstrip().startswith(b"["):
+                yield from ((f"{file} record {number}", record) for number, record in glaive.stream(file))
+                return
+            lines.seek(0)
+            for place, record in parse_lines(lines, file):
+                yield place, record
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise ValueError(f"{file} can't be read beyond {place}: get it anew") from None
+
+
+def parse_lines(lines: Iterable[bytes], file: Path) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                yield f"{file} line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
+
+
+def read_head(url: str, path: Path) -> Iterator[bytes]:
+    """The lines of a large file, of which only as many blocks are downloaded as are read."""
+    file = download(url, path, head=BLOCK)
+    with file.open("rb") as lines:
+        while True:
+            line = lines.readline()
+            if line.endswith(b"\n") or (line and file == path):
+                yield line
+            elif file == path:
+                return
+            else:  # half a line, or none: its rest is in the next block
+                lines.seek(-len(line), os.SEEK_CUR)
+                file = download(url, path, head=file.stat().st_size + BLOCK)
+                if not os.path.samestat(file.stat(), os.fstat(lines.fileno())):
+                    raise FileChanged
+
+
+def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
+    """The records of a public source. Raises what download raises."""
+    address = SOURCES[name][2]
+    url = address if "://" in address else f"{net.HUB}/datasets/{address}"
+    # the benchmark of function calls is made from the same file as the training data
+    path = (folder.parent / "glaive" if name == "Glaive-v2" else folder) / "raw" / url.rsplit("/", 1)[-1]
+    try:
+        if name == "SlimOrca":
+            yield from parse_lines(read_head(url, path), path)
+        else:
+            yield from read_records(download(url, path, SHA256.get(name)))
+    except (ConnectionError, FileNotFoundError, PermissionError) as error:
+        if error.errno:  # not the server's answer: something is wrong on this disk
+            raise
+        hint = "what was done is kept; or take files that are at hand: python -m data.sft.prepare --from FILE …"
+        raise type(error)(f"{error} ({hint})") from None
+
+
+def read_turns(record: dict) -> list[tuple[str, str | None]]:
+    """Who says what in a record of any of the schemas. KeyError, TypeError, … for another one."""
+    if "messages" in record:
+        return [(message["role"], message["content"]) for message in record["messages"]]
+    if "conversations" in record:
+        turns = [(turn["from"], turn["value"]) for turn in record["conversations"]]
+        system = [record.get("system"), turns.pop(0)[1] if turns and turns[0][0] == "system" else None]
+        if record.get("tools"):
+            system.append(glaive.split({"conversations": [], "tools": record["tools"]})[0])
+        return [("system", "\n".join(filter(None, system))), *turns]
+    if "chat" in record:
+        system, turns = glaive.split(record)
+        return [("system", system), *turns]
+    if "instruction" in record:
+        context = record.get("input") or record.get("context")
+        request = "\n\n".join([record["instruction"], context] if context else [record["instruction"]])
+        answer = record["output"] if "output" in record else record["response"]
+        return [("system", record.get("system")), ("user", request), ("assistant", answer)]
+    if not ANSWER.search(record["answer"]):
+        raise ValueError("the solution has no #### before its answer")
+    # the data set's own notes for a calculator, <<48/2=24>>, and its last line, #### 24
+    solution = re.sub(r"<<[^>]*>>", "", ANSWER.sub(lambda match: f"The answer is {match[1]}.", record["answer"]))
+    return [("user", record["question"]), ("assistant", solution)]
+
+
+def make_messages(turns: list[tuple[str, str | None]]) -> tuple[list[dict], str | None]:
+    """The conversation up to its last reply, and why it can't stay, if so. TypeError for a text that is none."""
+    messages = []
+    for speaker, text in turns:
+        text = "" if text is None else text
+        if not isinstance(text, str):
+            raise TypeError("a text is no string")
+        if ROLES.get(speaker) == "assistant" and (TAG in text or speaker == "function_call"):
+            call = parse_call(text)
+            if call is None or not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+                return [], "shape"
+            text = f"{TAG} {json.dumps(call, ensure_ascii=False)}"
+        elif speaker in ("function", "observation"):
+            text = f"FUNCTION RESPONSE: {text}"
+        if speaker != "system" or text.strip():  # an empty system message is none
+            messages.append({"role": ROLES.get(speaker), "content": text})
+    if messages and messages[-1]["role"] == "user":
+        messages.pop()
+    roles = [message["role"] for i, message in enumerate(messages) if i or message["role"] != "system"]
+    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+        return messages, "shape"
+    if not all(message["content"].strip() for message in messages):
+        return messages, "empty turn"
+    return messages, "length" if sum(len(message["content"]) for message in messages) > LONGEST else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# benchmarks
+
+
+@lru_cache(maxsize=1 << 17)
+def word_number(word: str) -> int:
+    return int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
+def words_of(text: str) -> np.ndarray:
+    """A text's words in lower case as 64-bit numbers, the same on any machine."""
+    return np.array([word_number(word) for word in WORD.findall(text.lower())], np.uint64)
+
+
+def grams_of(words: np.ndarray) -> np.ndarray:
+    """A number for each GRAM words in a row, modulo 2^64; a shorter text is one gram, as a whole."""
+    width = min(GRAM, len(words))
+    grams = np.zeros(len(words) - width + 1 if width else 0, np.uint64)
+    for i in range(width):
+        grams = grams * BASE + words[i : i + len(grams)]
+    return grams
+
+
+def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
+    """The system's and the user's texts of each of a benchmark's prompts. Prepares it where it is missing."""
+    module = import_module(f"data.{name}.prepare")
+    files = [folder / "examples.jsonl"]
+    if name == "hierarchy":
+        module.prepare_if_needed(folder)
+        files = [folder / f"{part}.jsonl" for part in module.SETS if part not in ("train", "single", "val")]
+    elif not files[0].is_file():
+        module.prepare(folder)
+    for file in files:
+        for _, example in read_records(file):
+            conversations = [example.get("messages", []), *example.get("asks", [])]
+            said = [m["content"] for messages in conversations for m in messages if m["role"] != "assistant"]
+            yield said + example.get("turns", [])
+
+
+def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:
+    """The sorted grams of all benchmarks, in the folders beside `folder`, and why some could not be read."""
+    names = sorted(file.parent.name for file in HERE.parent.glob("*/score.py"))
+    names.remove("long_ifeval")
+    none = np.zeros(0, np.uint64)
+    found, unchecked = [none], {"long_ifeval": "its prompts are sys_ifeval's and filler"}
+    for name in tqdm(names, desc="benchmarks", leave=False):
+        prompts = [none]
+        try:
+            for texts in read_prompts(name, folder.parent / name):
+                words = [words_of(text) for text in texts]
+                found += [grams_of(text) for text in words if len(text) < GRAM]
+                long = [grams_of(text) for text in words if len(text) >= GRAM]
+                prompts.append(np.unique(np.concatenate([none, *long])))
+        except (ConnectionError, FileNotFoundError, PermissionError, ValueError) as error:
+            unchecked[name] = str(error)
+            continue
+        grams = np.concatenate(prompts)
+        grams.sort()
+        frequent = grams[FREQUENT:][grams[FREQUENT:] == grams[:-FREQUENT]]  # the same FREQUENT places on
+        found.append(np.setdiff1d(grams, frequent))
+    # the largest number comes last, so that searchsorted never points behind it
+    return np.unique(np.concatenate([*found, np.array([2**64 - 1], np.uint64)])), unchecked
+
+
+def overlaps(words: np.ndarray, role: str, grams: np.ndarray) -> bool:
+    """Whether a message has a gram of the benchmarks. A short reply may equal a short prompt: "2", or "apple"."""
+    own = grams_of(words)
+    return (role != "assistant" or len(words) >= GRAM) and bool((grams[np.searchsorted(grams, own)] == own).any())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the corpus
+
+
+def take(
+    records: Iterator[tuple[str, object]], wanted: int, seen: set[str], grams: np.ndarray, name: str, file: Path
+) -> tuple[dict[str, int], set[str]]:
+    """Writes the first `wanted` conversations that can stay to `file`. Returns their counts and their texts' hashes."""
+    counts, keys = dict.fromkeys(COLUMNS, 0), set()
+    with file.open("w", encoding="utf-8", newline="\n") as out, tqdm(desc=name, total=wanted, leave=False) as bar:
+        while counts["kept"] < wanted and (item := next(records, None)):
+            place, record = item
+            try:
+                messages, reason = make_messages(read_turns(record))
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                what = f"{place} is no conversation of a known form ({error!r})"
+                raise ValueError(f"{what}: python -m data.sft.prepare --help shows them") from None
+            if reason is None:
+                words = [words_of(message["content"]) for message in messages]
+                key = blake2b(np.concatenate(words).tobytes(), digest_size=8).hexdigest()
+                if key in seen or key in keys:
+                    reason = "duplicate"
+                elif any(overlaps(own, message["role"], grams) for own, message in zip(words, messages)):
+                    reason = "overlap"
+            counts["read"] += 1
+            counts[reason or "kept"] += 1
+            if reason is None:
+                keys.add(key)
+                counts["with system"] += messages[0]["role"] == "system"
+                learned = {"train_on": record["train_on"]} if "train_on" in record else {}  # train.py heeds it
+                out.write(json.dumps({"messages": messages, "source": name, **learned}) + "\n")
+                bar.update()
+    return counts, keys
+
+
+def write_json(file: Path, content: dict) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
+    part.replace(file)
+
+
+def deal(kept: list[Path], folder: Path, seed: int) -> None:
+    """Shuffles the conversations of the files in `kept` into folder/train.jsonl and folder/val.jsonl."""
+    places = []  # (file, offset): the texts stay on the disk
+    for file in kept:
+        offset = 0
+        with file.open("rb") as lines:
+            for line in lines:
+                places.append((file, offset))
+                offset += len(line)
+    if len(places) < 2:
+        raise ValueError(f"conversations that can stay: {len(places)}, too few for two files: give others with --from")
+    random.Random(seed).shuffle(places)
+    first = max(1, round(VALIDATION * len(places)))
+    with ExitStack() as stack:
+        lines = {file: stack.enter_context(file.open("rb")) for file in kept}
+        for name, chosen in (("val", places[:first]), ("train", places[first:])):
+            with (folder / f"{name}.jsonl.part").open("wb") as out:
+                for file, offset in chosen:
+                    lines[file].seek(offset)
+                    out.write(lines[file].readline())
+    for name in ("val", "train"):
+        (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
+
+
+def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0) -> dict:
+    """
+    Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
+    what is in sources.json. Benchmarks are looked for beside `folder`. Each source that is complete stays in
+    folder/raw until all are. Raises what download raises, and ValueError for a record of an unknown form.
+    """
+    if n < 2:
+        raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
+    for file in files or []:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is no file: give --from files of conversations")
+    try:
+        return build(folder, list(dict.fromkeys(files or [])), n, seed)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(f"the disk is full: make room for {folder} and run this again, to go on from here") from None
+        raise
+
+
+def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
+    """What prepare() does, once its arguments are in order."""
+    grams, unchecked = benchmark_grams(folder)
+    raw = folder / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    # what an earlier run has completed counts if it did the very same: this script, these files, these benchmarks
+    given = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = blake2b(f"{file_hash(Path(__file__))} {n} {given}".encode() + grams.tobytes()).hexdigest()
+    state_file = raw / "state.json"
+    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+    if state.get("key") != key:
+        state = {"key": key, "counts": {}, "seen": []}
+    counts: dict[str, dict] = state["counts"]
+    kept, seen = [], set(state["seen"])
+    for number, name in enumerate(map(str, files or SOURCES)):
+        kept.append(raw / f"kept-{number}.jsonl")
+        if name in counts:
+            continue
+        wanted = n - sum(source["kept"] for source in counts.values())
+        if not files and name != list(SOURCES)[-1]:
+            wanted = n * SOURCES[name][0] // TOTAL
+        part = kept[-1].with_suffix(".jsonl.part")
+        while True:
+            records = read_records(Path(name)) if files else read_source(name, folder)
+            try:
+                counts[name], keys = take(records, wanted, seen, grams, Path(name).name, part)
+                break
+            except FileChanged:
+                continue
+        part.replace(kept[-1])
+        seen |= keys
+        write_json(state_file, {**state, "seen": sorted(seen)})
+    deal(kept, folder, seed)
+    licences = {name: "" if files else SOURCES[name][1] for name in counts}
+    report = {"seed": seed, "sources": {name: {"licence": licences[name], **counts[name]} for name in counts}}
+    report["not checked"] = unchecked
+    write_json(folder / "sources.json", report)
+    for file in [state_file, *raw.glob("kept-*")]:
+        file.unlink()
+    return report
+
+
+def table(report: dict) -> str:
+    """The report as Markdown."""
+    rows = [[name, *source.values()] for name, source in report["sources"].items()]
+    sums = [sum(column) for column in zip(*(row[2:] for row in rows))]
+    lines = [["source", "licence", *COLUMNS], ["---", "---", *["---:"] * len(COLUMNS)], *rows, ["all", "", *sums]]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help="instead of the sources")
+    parser.add_argument("--n", type=int, default=TOTAL, help="conversations in all (default: 50,000)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives another order and validation set")
+    args = parser.parse_args()
+    try:
+        report = prepare(HERE, args.files, args.n, args.seed)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    print(table(report))
+    for name, reason in report["not checked"].items():
+        print(f"not checked: {name} ({reason})")
