@@ -32,10 +32,9 @@ from tqdm import tqdm
 
 from cal import adapter_info, write_whole
 from data.chat import Tokenizer
-from data.download import weights_source
+from data.download import json_lines, weights_source
 from data.hierarchy.prepare import prepare_if_needed
 from data.sysbench.judge import judge as ask_judge
-from data.tokens import json_lines
 from model import Transformer, read_json
 from sample import add_model_flags, load, prompt
 
@@ -57,7 +56,8 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prom
 
 def read_jsonl(file: Path) -> list[dict]:
     """The records of a JSONL file. ValueError names the line that is damaged."""
-    return [record for _, record in json_lines(file)]
+    with file.open("rb") as lines:
+        return [record for _, record in json_lines(lines, file)]
 
 
 def write_jsonl(file: Path, records: list[dict]) -> None:

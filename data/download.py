@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -77,6 +78,17 @@ def write_examples(folder: Path, examples: list[dict]) -> list[dict]:
     part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
     part.replace(folder / "examples.jsonl")
     return examples
+
+
+def json_lines(lines: Iterable[bytes], file: Path) -> Iterator[tuple[str, object]]:
+    """The place, for an error, and the content of every line that is not blank. ValueError names a damaged one."""
+    for number, line in enumerate(lines, start=1):
+        place = f"{file} line {number}"
+        try:
+            if line.strip():
+                yield place, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place} is not valid JSON ({error}): mend or delete it") from None
 
 
 def file_hash(path: Path) -> str:

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,22 +21,11 @@ from tqdm import tqdm
 
 from data import chat
 from data.chat import ASSISTANT, SYSTEM, TEMPLATE, Tokenizer, render
+from data.download import json_lines
 
 ARRAYS = {"ids": np.uint32, "roles": np.uint8, "offsets": np.int64}
 
 Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
-
-
-def json_lines(file: Path) -> Iterator[tuple[int, object]]:
-    """Number and content of every line that is not blank. ValueError names the line that is damaged."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
-            if line.strip():
-                yield number, record
 
 
 def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
@@ -127,12 +116,15 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         bar = tqdm(desc=f"tokenize {file.name}", leave=False, unit=" conversations", unit_scale=True)
-        with bar, open(part / "ids.bin", "wb") as ids_file, open(part / "roles.bin", "wb") as roles_file:
-            for number, record in json_lines(file):
+        with (
+            bar, file.open("rb") as lines, open(part / "ids.bin", "wb") as ids_file,
+            open(part / "roles.bin", "wb") as roles_file,
+        ):  # fmt: skip
+            for place, record in json_lines(lines, file):
                 try:
                     ids, roles = tokenize(tok, record)
                 except ValueError as error:
-                    raise ValueError(f"{file} line {number}: {error}") from None
+                    raise ValueError(f"{place}: {error}") from None
                 ids_file.write(np.array(ids, np.uint32).tobytes())
                 roles_file.write(bytes(roles))
                 offsets.append(offsets[-1] + len(ids))

@@ -17,6 +17,7 @@ from data.chat import ASSISTANT, Tokenizer, check_messages, render
 from data.glaive.prepare import URL as GLAIVE
 from data.hierarchy.prepare import SETS
 from data.ifeval import prepare as ifeval
+from data.sft import overlap
 from data.sft import prepare as module
 from data.sft.prepare import SOURCES, prepare
 from tests import test_download
@@ -411,13 +412,13 @@ def test_overlap_is_that_of_sets_of_13_words(tmp_path, folder):
     prompts += [{"messages": [{"role": "user", "content": f"{many} {prose(rng, 20)}"}]} for _ in range(11)]
     prompts += [{"messages": [{"role": "system", "content": f"{few} {prose(rng, 20)}"}]} for _ in range(10)]
     (folder.parent / "gsm8k/examples.jsonl").write_bytes(jsonl(prompts))
-    grams, _ = module.benchmark_grams(folder)
+    grams, _ = overlap.benchmark_grams(folder)
     expected = set().union(*(tuples(text) for text in texts[:60]), tuples(few), tuples(short))
     pieces = [" ".join(text.split()[a:]) for text in texts for a in (0, 3, 20)]
     for text in [*texts, *pieces, many, few, short, f"{few} and more", f"so {many}", f"{short} it"]:
-        assert module.overlaps(module.words_of(text), "user", grams) == bool(tuples(text) & expected), text
-    assert not module.overlaps(module.words_of(many), "user", grams)
-    assert module.overlaps(module.words_of(few), "user", grams)
+        assert overlap.overlaps(overlap.words_of(text), "user", grams) == bool(tuples(text) & expected), text
+    assert not overlap.overlaps(overlap.words_of(many), "user", grams)
+    assert overlap.overlaps(overlap.words_of(few), "user", grams)
 
 
 def test_every_ifeval_prompt_is_found_and_its_neighbour_stays(tmp_path, folder, shared, monkeypatch):
@@ -456,7 +457,7 @@ def test_hierarchys_test_sets_are_a_benchmark_and_its_training_set_is_none(tmp_p
 def test_hierarchy_is_made_where_it_is_missing(tmp_path, folder):
     for file in (folder.parent / "hierarchy").iterdir():
         file.unlink()
-    first = next(module.read_prompts("hierarchy", folder.parent / "hierarchy"))
+    first = next(overlap.read_prompts("hierarchy", folder.parent / "hierarchy"))
     assert drops(folder, given(tmp_path, [chat(first[-1], "Yes."), *fillers(2)])) == {"overlap": 1}
 
 
@@ -576,6 +577,7 @@ def test_gsm8ks_hash_is_that_of_the_real_file(shared):
 CHILD = """
 import os, signal, sys
 from pathlib import Path
+from data.sft import overlap
 from data.sft import prepare as module
 folder, n, where, countdown, digest = sys.argv[1:]
 module.SHA256["GSM8K"], module.BLOCK, left = digest, 5000, int(countdown)

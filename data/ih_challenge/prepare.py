@@ -12,11 +12,10 @@ A record that differs is an error that names it and the field.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from data.download import HUB, download, write_examples
+from data.download import HUB, download, json_lines, write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = f"{HUB}/datasets/openai/ih-challenge/resolve/main"
@@ -45,14 +44,8 @@ def prepare(folder: Path = HERE, attacks: Path | None = None) -> list[dict]:
 
 def read_jsonl(file: Path) -> list[tuple[str, object]]:
     """The records of a file, each with the words that name it in an error."""
-    records = []
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        place = f"{file} line {number}"
-        try:
-            records += [(place, json.loads(line))] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is not valid JSON ({error}): mend it, or delete the file") from None
-    return records
+    with file.open("rb") as lines:
+        return list(json_lines(lines, file))
 
 
 def read_attacks(file: Path) -> dict[str, str]:

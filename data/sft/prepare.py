@@ -19,22 +19,21 @@ import random
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import lru_cache
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from data import download as net
-from data.download import download, file_hash
+from data.download import download, file_hash, json_lines
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
 from data.gsm8k.prepare import URL as GSM8K_TEST
+from data.sft.overlap import benchmark_grams, overlaps, words_of
 
 HERE = Path(__file__).parent
 TOTAL = 50_000
@@ -54,12 +53,6 @@ LONGEST = 8_000  # our choice: characters of a conversation
 VALIDATION = 0.01
 DROPS = ("shape", "empty turn", "length", "duplicate", "overlap")
 COLUMNS = ("read", "kept", "with system", *DROPS)
-
-GRAM = 13  # words that, in a row, tell where a text comes from (arXiv 2005.14165, appendix C)
-FREQUENT = 10  # our choice: what more prompts of a benchmark have in common is its scaffolding
-CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # no spaces part these words
-WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
-BASE = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that makes one number of a gram; any large odd number will do
 
 ROLES = {"system": "system", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant"}
 # our choice: nobody vouches for what a tool says, so that it counts no more than the user
@@ -83,19 +76,10 @@ def read_records(file: Path) -> Iterator[tuple[str, object]]:
                 yield from ((f"{file} record {number}", record) for number, record in glaive.stream(file))
                 return
             lines.seek(0)
-            for place, record in parse_lines(lines, file):
+            for place, record in json_lines(lines, file):
                 yield place, record
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise ValueError(f"{file} can't be read beyond {place}: get it anew") from None
-
-
-def parse_lines(lines: Iterable[bytes], file: Path) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.strip():
-                yield f"{file} line {number}", json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} line {number} is not valid JSON ({error}): mend or delete it") from None
 
 
 def read_head(url: str, path: Path) -> Iterator[bytes]:
@@ -123,7 +107,7 @@ def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
     path = (folder.parent / "glaive" if name == "Glaive-v2" else folder) / "raw" / url.rsplit("/", 1)[-1]
     try:
         if name == "SlimOrca":
-            yield from parse_lines(read_head(url, path), path)
+            yield from json_lines(read_head(url, path), path)
         else:
             yield from read_records(download(url, path, SHA256.get(name)))
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
@@ -182,76 +166,6 @@ def make_messages(turns: list[tuple[str, str | None]]) -> tuple[list[dict], str 
     if not all(message["content"].strip() for message in messages):
         return messages, "empty turn"
     return messages, "length" if sum(len(message["content"]) for message in messages) > LONGEST else None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# benchmarks
-
-
-@lru_cache(maxsize=1 << 17)
-def word_number(word: str) -> int:
-    return int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "little")
-
-
-def words_of(text: str) -> np.ndarray:
-    """A text's words in lower case as 64-bit numbers, the same on any machine."""
-    return np.array([word_number(word) for word in WORD.findall(text.lower())], np.uint64)
-
-
-def grams_of(words: np.ndarray) -> np.ndarray:
-    """A number for each GRAM words in a row, modulo 2^64; a shorter text is one gram, as a whole."""
-    width = min(GRAM, len(words))
-    grams = np.zeros(len(words) - width + 1 if width else 0, np.uint64)
-    for i in range(width):
-        grams = grams * BASE + words[i : i + len(grams)]
-    return grams
-
-
-def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
-    """The system's and the user's texts of each of a benchmark's prompts. Prepares it where it is missing."""
-    module = import_module(f"data.{name}.prepare")
-    files = [folder / "examples.jsonl"]
-    if name == "hierarchy":
-        module.prepare_if_needed(folder)
-        files = [folder / f"{part}.jsonl" for part in module.SETS if part not in ("train", "single", "val")]
-    elif not files[0].is_file():
-        module.prepare(folder)
-    for file in files:
-        for _, example in read_records(file):
-            conversations = [example.get("messages", []), *example.get("asks", [])]
-            said = [m["content"] for messages in conversations for m in messages if m["role"] != "assistant"]
-            yield said + example.get("turns", [])
-
-
-def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:
-    """The sorted grams of all benchmarks, in the folders beside `folder`, and why some could not be read."""
-    names = sorted(file.parent.name for file in HERE.parent.glob("*/score.py"))
-    names.remove("long_ifeval")
-    none = np.zeros(0, np.uint64)
-    found, unchecked = [none], {"long_ifeval": "its prompts are sys_ifeval's and filler"}
-    for name in tqdm(names, desc="benchmarks", leave=False):
-        prompts = [none]
-        try:
-            for texts in read_prompts(name, folder.parent / name):
-                words = [words_of(text) for text in texts]
-                found += [grams_of(text) for text in words if len(text) < GRAM]
-                long = [grams_of(text) for text in words if len(text) >= GRAM]
-                prompts.append(np.unique(np.concatenate([none, *long])))
-        except (ConnectionError, FileNotFoundError, PermissionError, ValueError) as error:
-            unchecked[name] = str(error)
-            continue
-        grams = np.concatenate(prompts)
-        grams.sort()
-        frequent = grams[FREQUENT:][grams[FREQUENT:] == grams[:-FREQUENT]]  # the same FREQUENT places on
-        found.append(np.setdiff1d(grams, frequent))
-    # the largest number comes last, so that searchsorted never points behind it
-    return np.unique(np.concatenate([*found, np.array([2**64 - 1], np.uint64)])), unchecked
-
-
-def overlaps(words: np.ndarray, role: str, grams: np.ndarray) -> bool:
-    """Whether a message has a gram of the benchmarks. A short reply may equal a short prompt: "2", or "apple"."""
-    own = grams_of(words)
-    return (role != "assistant" or len(words) >= GRAM) and bool((grams[np.searchsorted(grams, own)] == own).any())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,9 +257,10 @@ def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
     grams, unchecked = benchmark_grams(folder)
     raw = folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    # what an earlier run has completed counts if it did the very same: this script, these files, these benchmarks
+    # what an earlier run has completed counts if it did the very same: this code, these files, these benchmarks
+    code = [file_hash(file) for file in sorted(HERE.glob("*.py"))]
     given = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = blake2b(f"{file_hash(Path(__file__))} {n} {given}".encode() + grams.tobytes()).hexdigest()
+    key = blake2b(f"{code} {n} {given}".encode() + grams.tobytes()).hexdigest()
     state_file = raw / "state.json"
     state = json.loads(state_file.read_text()) if state_file.exists() else {}
     if state.get("key") != key:

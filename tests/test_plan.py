@@ -1,4 +1,4 @@
-"""bench.py: that the plan's peak is what a real step takes, and that train.py's operations are those that torch counts."""
+"""plan.py: that the plan's peak is what a real step takes, and that train.py's operations are those that torch counts."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cal import attach, trainable
 from model import Config, Transformer
-from tests import bench
-from tests.bench import Ledger, plan
+from tests import plan as module
 from tests.conftest import ROOT, run
+from tests.plan import Ledger, plan
 from train import flops
 
 METHODS = pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full"])
@@ -108,8 +108,8 @@ def test_the_command_needs_a_config_alone(tiny, tmp_path):
 def test_the_largest_batch_that_fits_is_the_one_below_the_first_that_does_not(monkeypatch):
     peak = {tokens: plan(CONFIG, "mlp", tokens).memory["planned peak"] for tokens in (4096, 8192)}
     card = (peak[4096] + peak[8192]) / 2 / 0.9
-    monkeypatch.setattr(bench, "CARDS", (card / 1e9, 1e-6))
-    assert [cell.split(" / ")[0] for cell in bench.largest_batches(CONFIG, "mlp")] == ["4k", "–"]
+    monkeypatch.setattr(module, "CARDS", (card / 1e9, 1e-6))
+    assert [cell.split(" / ")[0] for cell in module.largest_batches(CONFIG, "mlp")] == ["4k", "–"]
 
 
 @pytest.mark.parametrize(
