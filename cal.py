@@ -121,10 +121,10 @@ class CrossAttentionLayer(nn.Module):
         # a token that sees nothing would get a softmax over nothing, NaN: it reads everything, and is put back below
         seen = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
         # X' = X + Attn W_O
-        y = x + self.scale * self.o_proj(attend(q, k, v, mask | ~seen))
+        y = x.add(self.o_proj(attend(q, k, v, mask | ~seen)), alpha=self.scale)
         # X'' = X' + (silu(N W_gate) * N W_up) W_D,  N = norm2(X')
         n = self.norm2(y)
-        y = y + self.scale * self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n))
+        y = y.add(self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n)), alpha=self.scale)
         # our choice: such a token stays exactly as it was, the feed-forward part included
         return torch.where(seen, y, x)
 
@@ -163,7 +163,7 @@ class ParallelMLP(nn.Module):
         """x (B, T, D) gives (B, T, D); the system mask, and all else that CAL is given, is not looked at."""
         # X' = X + (silu(N W_gate) * N W_up) W_D,  N = norm(X)
         n = self.norm(x)
-        return x + self.scale * self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n))
+        return x.add(self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n)), alpha=self.scale)
 
 
 class LoRALinear(nn.Linear):
@@ -183,7 +183,7 @@ class LoRALinear(nn.Linear):
         nn.init.zeros_(self.B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * self.B(self.A(x))
+        return super().forward(x).add(self.B(self.A(x)), alpha=self.scale)
 
     def merged(self) -> nn.Linear:
         """A plain linear layer of the weight  W + scale B A,  summed in fp32."""

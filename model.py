@@ -291,6 +291,38 @@ class Cache:
 # the model
 
 
+class HeadLoss(torch.autograd.Function):
+    """
+    The summed cross-entropy of hidden (N, D) under the head (V, D) for targets (N,). Its gradient is a product of what
+    the forward pass has at hand, so it is taken there: no logits are kept, and none are computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        of_hidden, of_head = ctx.needs_input_grad[:2]
+        ctx.of_hidden = torch.empty_like(hidden) if of_hidden else None
+        ctx.of_head = torch.zeros_like(head) if of_head else None
+        for start in range(0, len(targets), chunk):
+            h, t = hidden[start : start + chunk], targets[start : start + chunk]
+            logp = F.linear(h, head).float().log_softmax(-1)  # (chunk, V)
+            # L = -sum_i log p_i[t_i];  dL / dlogits = p - onehot(t)
+            loss -= logp.gather(1, t[:, None]).sum()
+            if of_hidden or of_head:
+                d = logp.exp_()
+                d[torch.arange(len(t)), t] -= 1
+                d = d.to(h.dtype)
+            if of_hidden:
+                ctx.of_hidden[start : start + chunk] = d @ head
+            if of_head:
+                ctx.of_head += d.T @ h
+        return loss
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *(None if d is None else d * g for d in (ctx.of_hidden, ctx.of_head)), None, None
+
+
 class Transformer(nn.Module):
     """Embedding, L layers with whatever blocks are inserted between them, final norm, head."""
 
@@ -399,19 +431,12 @@ class Transformer(nn.Module):
     def loss(self, hidden: Tensor, targets: Tensor, chunk: int = 1024) -> tuple[Tensor, int]:
         """
         Cross-entropy in nats, summed over the n positions whose target is not -1, and n. hidden (B, T, D) and targets
-        (B, T). The head, the largest tensor of the program, runs on those positions alone, a chunk at a time; a chunk's
-        logits are computed again in the backward pass, so that two chunks never stand in memory together.
+        (B, T). The head, the largest tensor of the program, runs on those positions alone, a chunk at a time.
         """
         counted = targets >= 0
         hidden, targets = hidden[counted], targets[counted]  # (N, D), (N,)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-
-        def chunk_loss(h: Tensor, t: Tensor) -> Tensor:
-            return F.cross_entropy(self.logits(h).float(), t, reduction="sum")
-
-        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            if len(t):
-                loss = loss + recompute(chunk_loss, h, t, use_reentrant=False)
+        head = self.embed_tokens.weight if self.config.tied else self.lm_head.weight
+        loss = HeadLoss.apply(hidden, head, targets, chunk)
         if torch.is_grad_enabled() and not loss.requires_grad:
             loss.requires_grad_()  # no trainable block had a say: backward() is allowed, and reaches nothing
         return loss, len(targets)

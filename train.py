@@ -271,7 +271,7 @@ def main() -> None:
     parameters = list(trainable(model).values())
     optimizer = None
     if parameters:
-        optimizer = torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu or None)
+        optimizer = torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     say(f"base {args.base} ({source}) on {device} in {args.dtype}")
     blocks = f", after layers {', '.join(model.inserted)} of {model.config.n_layers}" if model.inserted else ""
     say(f"method {args.method}{blocks}\n\n{size_table(model.config, args.placement, **options)}\n")
