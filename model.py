@@ -133,16 +133,16 @@ def rope_frequencies(config: Config, device: torch.device | str = "cpu") -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (x_i, x_{i + C/2}) by its position's angle. x (B, heads, T, C); cos, sin (B, 1, T, C)."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    """Turns each pair (x_i, x_{i + C/2}) by its position's angle. x (B, heads, T, C); cos, sin from rope_tables."""
+    # (a, b) becomes (a cos - b sin, b cos + a sin); the minus stands in the table
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def rope_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (B, 1, T, C), for integer positions (B, T)."""
+    """cos of every pair's angle, twice, and its sin, the first time negative: (B, 1, T, C), for positions (B, T)."""
     angles = positions[:, None, :, None] * rope_frequencies(config, positions.device)  # (B, 1, T, C/2)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,16 +180,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
 
 
+class Linear(nn.Linear):
+    """nn.Linear, with its weight once more in the order in which oneDNN reads it, if Transformer.pack was called."""
+
+    packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None or x.requires_grad or self.weight.requires_grad:
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads: (B, T, D) to (B, T, D)."""
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
         self.layer, self.head_dim, self.qk_norm = layer, c.head_dim, c.qk_norm
-        self.q_proj = nn.Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
             self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
@@ -213,9 +224,9 @@ class MLP(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # SwiGLU: (silu(x W_gate) * x W_up) W_down
@@ -254,13 +265,14 @@ class Cache:
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.positions = torch.zeros(batch, dtype=torch.long, device=device)  # where each row writes next
         self.used = 0  # no row has written at or beyond this slot
-        self.slots = self.mask = None  # of the tokens that are being written: where, and what each may read
+        self.rows = self.slots = self.mask = None  # of the tokens that are being written: where, and what each may read
         self.inserted: dict[str, dict[str, Tensor]] = {}  # what each inserted block keeps, by boundary
 
     def start(self, T: int) -> Tensor:
         """Positions (B, T) of the T tokens that every row is about to write."""
         if torch.is_grad_enabled():
             raise RuntimeError("a cache holds no gradients: call the model under torch.no_grad()")
+        self.rows = torch.arange(len(self.positions), device=self.positions.device)[:, None]
         self.slots = self.positions[:, None] + torch.arange(T, device=self.positions.device)
         # the prompt sees itself alone, plain causal attention; later tokens see the keys at positions up to their own
         fresh = self.used == 0
@@ -271,9 +283,8 @@ class Cache:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Writes k and v (B, K, T, C) at the rows' slots; returns what the queries may read, and the mask for it."""
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        self.keys[layer][rows, :, self.slots] = k.transpose(1, 2)
-        self.values[layer][rows, :, self.slots] = v.transpose(1, 2)
+        self.keys[layer][self.rows, :, self.slots] = k.transpose(1, 2)
+        self.values[layer][self.rows, :, self.slots] = v.transpose(1, 2)
         if self.mask is None:
             return k, v, None
         return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used], self.mask
@@ -372,6 +383,16 @@ class Transformer(nn.Module):
             raise ValueError(f"{path} lacks {len(missing)} tensors, such as {min(missing)}: download it again")
         model.load_state_dict(weights, assign=True)
         return model.eval()
+
+    def pack(self) -> "Transformer":
+        """
+        For a CPU and bf16: freezes the layers, and keeps each weight a second time, in the order in which oneDNN reads
+        it, where it would put it in order for every product. No bit of a result changes.
+        """
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                module.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.requires_grad_(False))
+        return self
 
     def forward(
         self, ids: Tensor, system: Tensor | None = None, cache: Cache | None = None, below: Tensor | None = None

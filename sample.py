@@ -76,6 +76,9 @@ def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, 
     path = checkpoint(base)
     tok = Tokenizer.from_pretrained(path)
     model = Transformer.from_pretrained(path, device, dtype)
+    # our choice: faster by up to a half on a CPU, where a model of this size can be kept twice
+    if device == "cpu" and dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) < 2e9:
+        model.pack()
     if tok.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{path} has a tokenizer of {tok.vocab_size} ids, but an embedding of {model.config.vocab_size}: "

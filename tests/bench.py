@@ -34,7 +34,7 @@ from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversation, Conversations, collate, make_batches
 from eval import read_jsonl
 from model import Cache, Transformer
-from sample import BASE, pick_device
+from sample import BASE, load_base, pick_device
 from tests import plan
 from tests.gpu import LLAMA, QWEN, random_model
 from train import peak_memory, reset_peak_memory
@@ -72,7 +72,9 @@ def alone(function: Callable, *args: object) -> object:
 
 def our_model(path: Path, shape: str | None, device: str) -> Transformer:
     """The checkpoint at path, or random weights in a shape."""
-    return random_model(SHAPES[shape], device, DTYPE) if shape else Transformer.from_pretrained(path, device, DTYPE)
+    if shape:
+        return random_model(SHAPES[shape], device, DTYPE)
+    return load_base(str(path), device, DTYPE)[0]
 
 
 def their_model(path: Path, shape: str | None, device: str) -> torch.nn.Module:
