@@ -18,7 +18,7 @@ from textwrap import wrap
 
 import torch
 
-from cal import adapter_info, load_adapter, save_merged, set_scale
+from cal import adapter_info, cast, load_adapter, save_merged, set_scale
 from data.chat import SYSTEM, Tokenizer, render
 from data.download import checkpoint
 from model import Transformer
@@ -87,8 +87,8 @@ def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, 
     return model, tok, path
 
 
-def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
-    """load_base for add_model_flags' flags, with the adapter attached if there is one."""
+def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, Tokenizer, Path]:
+    """load_base for add_model_flags' flags, with the adapter attached if there is one: in fp32 if it is to be merged."""
     if not math.isfinite(args.scale):
         raise ValueError(f"--scale is {args.scale}: give a number")
     if args.scale != 1 and not args.adapter:
@@ -100,6 +100,8 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, Path]:
     model, tok, path = load_base(args.base or about.get("base") or BASE, device, dtype)
     if args.adapter:
         load_adapter(model, args.adapter, args.scale)
+        if not merge:
+            cast(model)
     return model, tok, path
 
 
@@ -162,7 +164,7 @@ def main() -> None:
     if args.merge and args.merge.exists():
         raise ValueError(f"{args.merge} already exists: give --merge another directory, or delete it")
 
-    model, tok, path = load(args)
+    model, tok, path = load(args, merge=args.merge is not None)
     if args.merge:
         save_merged(model, path, args.merge)
         print(f"{args.merge} is a checkpoint now: python sample.py --base {args.merge}")

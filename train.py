@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, size_table, trainable, write_whole
+from cal import METHODS, PLACEMENTS, attach, cast, load_trainable, save_adapter, size_table, trainable, write_whole
 from data.download import ROOT, weights_source
 from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversations, States, collate, make_batches
@@ -437,6 +437,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     save_adapter(model, out, **about)
+    cast(model)
     # a reply has a new shape at every token: it is generated as the code stands
     with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
         after = [{"when": "after", **row} for row in ask_in_order(model, tok, tests)] if tests else []
