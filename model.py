@@ -9,7 +9,6 @@ V vocabulary, N target tokens.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -368,19 +367,22 @@ class Transformer(nn.Module):
             model = cls(config)
         expected = model.state_dict()
         weights: dict[str, Tensor] = {}
-        # files are opened anew for each layer, so that no more pages of them stay in memory
-        for (file, _), names in groupby(weight_files(path).items(), key=lambda at: (at[1], at[0].split(".")[:3])):
-            with safe_open(file, framework="pt") as f:
-                for full_name, _ in names:
-                    name = full_name.removeprefix("model.")
-                    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
-                        continue  # some files repeat what follows from the config, or the tied embedding
-                    if name not in expected:
-                        raise ValueError(f"{file} holds the tensor {full_name}, which its config.json has no place for")
-                    shape, wanted = tuple(f.get_slice(full_name).get_shape()), tuple(expected[name].shape)
-                    if shape != wanted:
-                        raise ValueError(f"{full_name} in {file} has shape {shape}, but config.json asks for {wanted}")
-                    weights[name] = f.get_tensor(full_name).to(device=device, dtype=dtype, copy=True)
+        opened, seen = None, 0  # the file that is open, and how many bytes of it have been read
+        for full_name, file in weight_files(path).items():
+            name = full_name.removeprefix("model.")
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
+                continue  # some files repeat what follows from the config, or the tied embedding
+            if name not in expected:
+                raise ValueError(f"{file} holds the tensor {full_name}, which its config.json has no place for")
+            if file != opened or seen > 2**22:  # anew now and then: what it maps stays in memory
+                f, opened, seen = safe_open(file, framework="pt"), file, 0
+            shape, wanted = tuple(f.get_slice(full_name).get_shape()), tuple(expected[name].shape)
+            if shape != wanted:
+                raise ValueError(f"{full_name} in {file} has shape {shape}, but config.json asks for {wanted}")
+            tensor = f.get_tensor(full_name)
+            seen += tensor.nbytes
+            weights[name] = tensor.to(device=device, dtype=dtype, copy=True)
+            del tensor
         if missing := expected.keys() - weights.keys():
             raise ValueError(f"{path} lacks {len(missing)} tensors, such as {min(missing)}: download it again")
         model.load_state_dict(weights, assign=True)

@@ -19,6 +19,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import signal
 import sys
 import time
@@ -153,12 +154,13 @@ def peak_memory(device: str) -> float:
     """The most memory that this process has held, in GB: on the GPU if it runs there, else resident; 0 on Windows."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 1e9
+    with suppress(OSError):  # getrusage would count what a parent had before it started us
+        return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e9
     if os.name == "nt":
         return 0.0
     import resource  # of Unix alone
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if platform.system() == "Darwin" else peak * 1024 / 1e9  # bytes there, KB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # macOS counts bytes
 
 
 def by_set(table: dict[str, dict]) -> dict[str, dict]:

@@ -665,3 +665,14 @@ def test_the_command_line_answers_in_a_sentence_and_asks_hf_endpoint(server):
     assert run.returncode == 1
     assert run.stderr.startswith("no-such-org/no-such-model is no directory here")
     assert server.paths() == ["/no-such-org/no-such-model/resolve/main/config.json"]
+
+
+def test_a_sharded_checkpoint_comes_from_the_server_that_hf_endpoint_names(server, tmp_path):
+    server.serve_model("org/model", shards=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"))
+    environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hub")}
+    code = "import sys; from pathlib import Path; from data import download\n"
+    code += "download.CHECKPOINTS = Path(sys.argv[1]); print(download.checkpoint('org/model'))"
+    command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
+    folder = Path(subprocess.check_output(command, cwd=ROOT, env=environment, text=True).strip())
+    assert folder == tmp_path / "checkpoints" / "org" / "model"
+    assert [(folder / f"model-0000{i}-of-00002.safetensors").read_bytes() for i in (1, 2)] == [CONTENT] * 2

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from cal import attach
 from model import Cache, Config, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -495,6 +496,57 @@ def test_the_loss_is_the_summed_cross_entropy_whatever_the_chunks(share, chunk, 
     assert n == (targets >= 0).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # another order of summation over 2,000 terms
     torch.testing.assert_close(torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden))
+
+
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_the_heads_gradient_is_that_of_the_cross_entropy(chunk, llama):
+    model = Transformer.from_pretrained(llama[0])
+    hidden, targets = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(3)), some_targets(2, 50, share=0.3)
+    logits, head = model.logits(hidden), model.lm_head.weight
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    loss, n = model.loss(hidden, targets, chunk)
+    (got,), (want,) = torch.autograd.grad(loss / n, head), torch.autograd.grad(expected / n, head)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)  # another order of summation over up to 30 terms
+
+
+BF16_PRODUCTS = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="weights are packed where oneDNN multiplies bf16",
+)
+
+
+@torch.no_grad()
+@BF16_PRODUCTS
+@pytest.mark.parametrize("B, T", [(1, 1), (16, 1), (3, 50)])
+def test_packed_weights_change_no_bit(B, T, smollm2):
+    model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16)
+    ids = torch.randint(0, 49152, (B, T), generator=torch.Generator().manual_seed(0))
+    plain = model(ids)
+    assert torch.equal(model.pack()(ids), plain) and model.layers[0].mlp.up_proj.packed is not None
+
+
+@torch.no_grad()
+@BF16_PRODUCTS
+def test_a_packed_model_that_is_trained_itself_uses_its_new_weights(smollm2):
+    model = attach(Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack(), "full")
+    before = model(torch.arange(9)[None])
+    model.layers[0].mlp.up_proj.weight.mul_(0.5)
+    assert not torch.equal(model(torch.arange(9)[None]), before)
+
+
+@BF16_PRODUCTS
+def test_packed_weights_change_no_bit_of_a_gradient(smollm2):
+    gradients = []
+    for packed in (False, True):
+        model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        attach(model.pack() if packed else model)
+        for p in model.inserted.parameters():
+            p.data.normal_(std=0.02, generator=torch.Generator().manual_seed(p.numel()))
+        ids, place = torch.arange(80).view(2, 40), torch.arange(40).expand(2, 40)
+        model.loss(model(ids, place < 9), ids)[0].backward()
+        gradients.append([p.grad for p in model.inserted.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_bf16_model_sums_its_loss_in_fp32(llama):

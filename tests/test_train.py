@@ -18,12 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from cal import attach, write_whole
 from data.chat import Tokenizer, render
 from data.hierarchy.prepare import prepare_if_needed
 from data.hierarchy.score import score
+from data.sft.prepare import prepare as prepare_corpus
 from data.tokens import Conversations, collate, make_batches
 from eval import read_jsonl
 from model import Transformer
@@ -34,6 +36,9 @@ from train import batches_of_step, learning_rate, validate
 @pytest.fixture(scope="module")
 def tok(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(smollm2)
+
+
+SAMPLES = ("glaive_toolcall_en_demo.json.gz", "roleplay-simple-deduped-roleplay-instruct.json.gz")
 
 
 def hierarchy_records(n: int) -> list[dict]:
@@ -507,3 +512,29 @@ def test_the_real_smollm2_halves_its_loss_in_20_steps(method, tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert sum(losses[-3:]) / 3 < losses[0] / 2
+
+
+@pytest.mark.slow
+def test_20_steps_on_real_conversations_of_the_corpus_lower_the_real_smollm2s_loss(shared, tmp_path):
+    samples = [shared / "samples" / name for name in SAMPLES]
+    prepare_corpus(tmp_path / "sft", files=samples, n=400)
+    flags = ("--data", tmp_path / "sft", "--steps", 20, "--max_tokens", 400, "--val_every", 20, "--no_eval")
+    done = run("train.py", *flags, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    # a step's loss depends on its few conversations: five steps together fall, by a tenth and more where it learns
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_the_losses_of_a_plain_one_and_compiles_a_bounded_number_of_times(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *hierarchy_records(60))
+    flags = ("--base", tiny, "--data", folder, "--steps", 16, "--no_eval", "--dtype", "fp32", "--batch_tokens", 400)
+    plain = run("train.py", *flags, "--out", tmp_path / "plain")
+    counters.clear()
+    compiled = run("train.py", *flags, "--compile", "--out", tmp_path / "compiled")
+    assert plain.returncode == compiled.returncode == 0, compiled.stderr
+    losses = [[row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in ("plain", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)  # fp32, other sums in fused kernels, over 16 steps
+    # a layer and a block, with and without gradients, of one row and of several: however many shapes there are
+    assert 0 < counters["stats"]["unique_graphs"] <= 16
