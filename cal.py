@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from model import Config, RMSNorm, Transformer, attend, read_json, rope_tables, rotate
+from model import Linear as FrozenLinear
 
 WEIGHTS = "model.safetensors"
 METHODS = ("cal", "mlp", "lora", "full", "none")
@@ -51,14 +52,14 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
 # the block
 
 
-class Linear(nn.Linear):
+class Linear(FrozenLinear):
     """No bias; the weight stays in fp32, where small updates survive, and is cast to the activations' dtype at use."""
 
     def __init__(self, fan_in: int, fan_out: int):
         super().__init__(fan_in, fan_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype)) if self.packed is None else super().forward(x)
 
 
 class CrossAttentionLayer(nn.Module):
@@ -314,9 +315,16 @@ def trainable(model: Transformer) -> dict[str, nn.Parameter]:
 
 
 def cast(model: Transformer) -> None:
-    """Puts the adapter into the backbone's dtype for good: the same bits as a cast at every use, and faster to ask."""
+    """
+    Ends the training of an adapter: puts it into the backbone's dtype for good, and packs it if the backbone is packed.
+    The bits are those of a cast at every use, and it is faster to ask.
+    """
     for p in trainable(model).values():
         p.data = p.data.to(model.embed_tokens.weight.dtype)
+    if any(module.packed is not None for module in model.layers.modules() if isinstance(module, FrozenLinear)):
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
 
 def sizes(model: Transformer) -> str:

@@ -41,7 +41,7 @@ from model import Transformer, read_json
 from sample import BASE, add_device_flags, load_base, pick_device, pick_dtype
 
 # ----------------------------------------------------------------------------------------------------------------------
-# data
+# training
 
 
 def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
@@ -53,10 +53,6 @@ def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
         random.Random(f"{seed} {epoch}").shuffle(order)
         chosen.append(order[place])
     return chosen
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# training
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -154,7 +150,7 @@ def peak_memory(device: str) -> float:
     """The most memory that this process has held, in GB: on the GPU if it runs there, else resident; 0 on Windows."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 1e9
-    with suppress(OSError):  # getrusage would count what a parent had before it started us
+    with suppress(OSError, TypeError):  # getrusage would count what a parent had before it started us
         return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e9
     if os.name == "nt":
         return 0.0
@@ -284,7 +280,10 @@ def main() -> None:
     if folder.resolve() == HIERARCHY:
         prepare_if_needed()
     if not train_file.exists():
-        raise FileNotFoundError(f"{train_file} does not exist: --data is a folder, --split one of its JSONL files")
+        hint = "--data is a folder, --split one of its JSONL files"
+        if (folder / "prepare.py").exists():
+            hint = f"python -m data.{folder.name}.prepare makes it, if it is one of that data set's files"
+        raise FileNotFoundError(f"{train_file} does not exist: {hint}")
     max_tokens = min(args.max_tokens, model.config.max_positions)
     conversations = Conversations(train_file, tok, max_tokens)
     if not len(conversations):
@@ -293,7 +292,8 @@ def main() -> None:
     lengths = conversations.lengths
     batches = make_batches(lengths, args.batch_tokens, args.seed)
     say(
-        f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches):,} batches, "
+        f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches):,} batches "
+        f"({-(-len(batches) // args.accumulate):,} steps an epoch), "
         f"{sum(lengths) / len(lengths):.0f} tokens each on average "
         f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply)"
     )
@@ -303,7 +303,8 @@ def main() -> None:
         if not model.layers_below:
             raise ValueError(f"--cache_prefix is of no use to --method {args.method}, which has nothing frozen: leave it out")
         files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
-        machine = [device, platform.processor(), torch.get_num_threads(), torch.__version__]
+        chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+        machine = [device, chip, torch.get_num_threads(), torch.__version__]
         key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine]
         states = States(conversations, model.config.hidden_size, dtype, key)
 

@@ -24,7 +24,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from cal import attach, cast, lora_ranks, trainable
 from data.chat import Tokenizer, render
@@ -275,10 +274,10 @@ def decoder(model: Transformer, ids: Tensor) -> Callable[[], None]:
 @torch.no_grad()
 def products(model: Transformer, B: int, device: str) -> float:
     """Seconds of a decoding step's products with the weights, one after the other, and of nothing else."""
-    matrices = [m.weight for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
-    matrices.append(model.embed_tokens.weight if model.config.tied else model.lm_head.weight)
-    x = {m.shape[1]: torch.randn(B, m.shape[1], device=device, dtype=DTYPE) for m in matrices}
-    return medians(device, lambda: [linear(x[m.shape[1]], m) for m in matrices])[0]
+    linears = [module for module in model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    x = {module.in_features: torch.randn(B, module.in_features, device=device, dtype=DTYPE) for module in linears}
+    hidden = x[model.config.hidden_size]
+    return medians(device, lambda: [*(module(x[module.in_features]) for module in linears), model.logits(hidden)])[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
