@@ -127,13 +127,16 @@ def flops(model: Transformer, tokens: int, targets: int, length: float) -> float
     forward, backward, learning = 0.0, 0.0, False  # a token; learning: from the first trained layer on
     for b, layer in enumerate(model.layers, start=1):
         for block in [layer, *([model.inserted[str(b)]] if str(b) in model.inserted else [])]:
+            # a layer's own keys and values are called self_attn.k_proj…: what begins with k_ or v_ is CAL's
             matrices = [p for name, p in block.named_parameters() if p.dim() == 2 and name[:2] not in ("k_", "v_")]
             trained = sum(p.numel() for p in matrices if p.requires_grad)
             learning |= trained > 0
-            # x W; softmax(Q K^T) V
-            linear, attention = 2 * sum(p.numel() for p in matrices), 4 * length * c.n_heads * c.head_dim * (block is layer)
+            linear = 2 * sum(p.numel() for p in matrices)  # x W
+            attention = 4 * length * c.n_heads * c.head_dim if block is layer else 0.0  # softmax(Q K^T) V
             forward += linear + attention
-            backward += (linear + 2 * attention) * learning + 2 * trained  # of the activations; of the weights
+            backward += 2 * trained  # the weights' gradients
+            if learning:
+                backward += linear + 2 * attention  # the activations' gradients
     head = model.embed_tokens.weight
     return tokens * (forward + backward) + 2 * targets * head.numel() * (1 + learning + head.requires_grad)
 
@@ -295,8 +298,14 @@ def main() -> None:
         f"data {folder.name}/{args.split}: {len(conversations):,} conversations in {len(batches):,} batches "
         f"({-(-len(batches) // args.accumulate):,} steps an epoch), "
         f"{sum(lengths) / len(lengths):.0f} tokens each on average "
-        f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply)"
+        f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply), "
+        f"{conversations.with_system:,} with a system prompt"
     )
+    if args.method == "cal" and not conversations.with_system:
+        say("None has a system prompt, and CAL learns from those alone: it will stay the identity.")
+    text = (conversations.folder / "about.json").read_text()
+    if args.resume and started.get("text", text) != text:
+        raise ValueError(f"{train_file} has changed since the run in {out} was started: give the same, or start anew")
 
     states = None
     if args.cache_prefix:
@@ -304,14 +313,14 @@ def main() -> None:
             raise ValueError(f"--cache_prefix is of no use to --method {args.method}, which has nothing frozen: leave it out")
         files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
         chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
-        machine = [device, chip, torch.get_num_threads(), torch.__version__]
+        machine = [device.split(":")[0], chip, torch.get_num_threads(), torch.__version__]
         key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine]
         states = States(conversations, model.config.hidden_size, dtype, key)
 
     tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(flags_file, flags)
+        write_json(flags_file, {**flags, "text": text})
         if world > 1:
             dist.barrier()
 
@@ -377,7 +386,7 @@ def main() -> None:
             total = 0.0
             for batch in chosen[rank::world]:
                 ids, system, targets = collate([conversations[i] for i in batch], device, multiple)
-                below = states.of(batch, ids, model.below) if states else None
+                below = states.fetch(batch, ids, model.below) if states else None
                 loss, _ = model.loss(model(ids, system, below=below), targets)
                 (loss / n).backward()
                 total += loss.item()
@@ -427,8 +436,8 @@ def main() -> None:
     speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
     speed["mfu"] = median(row["mfu"] for row in rows) if rows and peak_rate else None
     if rows:
-        mfu = f"{speed['mfu']:.1%}" if peak_rate else f"unknown ({device} in {args.dtype} is not in train.py's PEAK_TFLOPS)"
-        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU {mfu}")
+        mfu = f"{speed['mfu']:.1%}" if peak_rate else "unknown device"
+        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {mfu}")
     about = {
         "base": args.base,
         "weights": source,

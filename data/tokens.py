@@ -48,15 +48,23 @@ def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
 class Conversations:
     """
     The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens with
-    something to learn; `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each.
-    ValueError names a bad line.
+    something to learn. `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each, and
+    `with_system` counts those that have a system prompt. ValueError names a bad line.
     """
 
     def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
         self.folder, (self.ids, self.roles, self.offsets) = tokenized(file, tok)
         lengths = np.diff(self.offsets)
-        learned = np.add.reduceat(self.roles == ASSISTANT, self.offsets[:-1], dtype=np.int64) if len(lengths) else lengths
+
+        def count(role: int) -> np.ndarray:
+            """How many tokens of a role each conversation has."""
+            if not len(lengths):  # reduceat can't sum nothing
+                return lengths
+            return np.add.reduceat(self.roles == role, self.offsets[:-1], dtype=np.int64)
+
+        learned = count(ASSISTANT)
         self.chosen = np.nonzero((lengths <= max_tokens) & (learned > 0))[0]
+        self.with_system = int((count(SYSTEM)[self.chosen] > 0).sum())
         self.lengths, self.learned = lengths[self.chosen].tolist(), learned[self.chosen].tolist()
         self.dropped = len(lengths) - len(self.chosen)
 
@@ -83,7 +91,7 @@ def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
         about = {"sha256 of the text": hashlib.file_digest(data, "sha256").hexdigest()}
     if not (arrays := read(folder, about)):
         if folder.exists():
-            print(f"{folder} is damaged, or of an older text: the conversations are tokenized again", file=sys.stderr)
+            print(f"{folder} is not whole, or {file.name} has changed: it is tokenized again", file=sys.stderr)
         write(folder, file, tok, about)
         arrays = read(folder, about)
     if not arrays:
@@ -102,7 +110,7 @@ def read(folder: Path, about: dict) -> list[np.ndarray] | None:
             for name, kind in ARRAYS.items()
         ]
         ids, roles, offsets = arrays
-        whole = len(ids) == len(roles) == offsets[-1] and (np.diff(offsets, prepend=-1) > 0).all()
+        whole = len(ids) == len(roles) == offsets[-1] and offsets[0] == 0 and (np.diff(offsets) > 0).all()
         return arrays if whole else None
     except (OSError, ValueError, IndexError):
         return None
@@ -183,8 +191,9 @@ def collate(conversations: list[Conversation], device: str, multiple: int = 1) -
 class States:
     """
     What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
-    conversations come by: states of all tokens, a byte for each conversation that is there, and the hash of all that
-    the values depend on, which are the tokens and `key` (anything that JSON can hold). OSError: there is no room.
+    conversations come by. The file has three parts: the states of all tokens; for each conversation a byte that is 1 if
+    its states are there; and the hash of all that the values depend on, which are the tokens and `key` (anything that
+    JSON can hold). OSError: there is no room.
     """
 
     def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, key: list):
@@ -209,7 +218,7 @@ class States:
                 f.write(mark.encode())
             part.replace(file)
         self.file = file.open("r+b", buffering=0)
-        self.map = np.memmap(self.file, np.uint8, "r")
+        self.map = np.memmap(self.file, np.uint8, "r")  # of the same file: what is written there is seen here
         self.there = self.map[self.size : self.size + n]
 
     def is_whole(self, mark: str) -> bool:
@@ -217,7 +226,7 @@ class States:
             f.seek(self.size + len(self.lengths))
             return f.read() == mark.encode()
 
-    def of(self, batch: list[int], ids: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def fetch(self, batch: list[int], ids: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The states (B, T, width) of these conversations, whose padded ids (B, T) are given for what is not there yet."""
         if self.there[batch].all():
             hidden = torch.zeros(*ids.shape, self.width, dtype=self.dtype)

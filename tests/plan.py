@@ -249,11 +249,17 @@ def largest_batches(config: Config, method: str, **options: object) -> list[str]
 def read_config(base: str) -> Config:
     """The config of a directory, Hub id or config.json, without weights. Errors as Config.from_file and download."""
     if base.endswith(".json"):
+        if not Path(base).is_file():
+            raise FileNotFoundError(f"{base} does not exist: give a directory, a Hub id or a config.json")
         return Config.from_file(base)
     if base == BASE or Path(base).is_dir() or (CHECKPOINTS / base).is_dir():
         return Config.from_file(checkpoint(base) / "config.json")
     folder = ROOT / ".cache" / "configs" / base
-    if not hub_file(base, "config.json", folder):
+    try:
+        there = hub_file(base, "config.json", folder)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}, or give its config.json") from None
+    if not there:
         raise FileNotFoundError(f"{base} is no directory, no config.json and no model on the Hub: check the spelling")
     return Config.from_file(folder / "config.json")
 
@@ -264,7 +270,7 @@ def main(argv: list[str]) -> None:
     )
     flag = parser.add_argument
     flag("--base", nargs="+", default=[BASE], help="directories, Hub ids or config.json files (%(default)s)")
-    flag("--batch_tokens", type=int, default=4096, help="tokens in a batch (%(default)s)")
+    flag("--batch_tokens", type=int, default=8192, help="tokens in a batch (%(default)s)")
     flag("--length", type=int, default=1024, help="tokens of each conversation (%(default)s)")
     flag("--targets", type=float, default=0.5, help="share of the tokens that are targets (%(default)s)")
     flag("--system", type=int, default=64, help="system tokens in each conversation (%(default)s)")

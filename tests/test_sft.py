@@ -474,7 +474,7 @@ def test_a_benchmark_that_can_not_be_had_is_named_and_the_run_goes_on(tmp_path, 
     (folder.parent / "ih_challenge/examples.jsonl").unlink()
     monkeypatch.setattr(data.ih_challenge.prepare, "REPOSITORY", server.url)
     report = prepare(folder, given(tmp_path, fillers(3)))
-    assert report["not checked"].keys() == {"long_ifeval", "ih_challenge"}
+    assert report["not checked"].keys() == {"ih_challenge"}
     assert "does not exist" in report["not checked"]["ih_challenge"]
     assert json.loads((folder / "sources.json").read_text()) == report
 

@@ -137,7 +137,7 @@ def test_a_damaged_file_is_made_anew_with_a_sentence(name, damage, file, tok, ca
         (folder / name).write_bytes(content[:-9] if damage == "cut" else content + content)
     capsys.readouterr()
     assert same(whole, Conversations(file, tok, 1024)[0])
-    assert f"{folder} is damaged, " in capsys.readouterr().err and caches(file) == [folder]
+    assert f"{folder} is not whole, " in capsys.readouterr().err and caches(file) == [folder]
 
 
 def test_arrays_of_another_text_are_not_taken(file, tok, tmp_path):
@@ -191,46 +191,46 @@ def refuse(_: torch.Tensor) -> None:
 
 def test_states_are_computed_once_and_read_by_the_next_run(file, tok):
     states, ids = states_of(file, tok)
-    states.of([1, 0], ids, doubled)
+    states.fetch([1, 0], ids, doubled)
     states, ids = states_of(file, tok)
-    assert torch.equal(states.of([1, 0], ids, refuse)[1], doubled(ids)[1])
+    assert torch.equal(states.fetch([1, 0], ids, refuse)[1], doubled(ids)[1])
 
 
 def test_states_of_one_conversation_do_not_depend_on_the_batch_they_came_in(file, tok):
     states, ids = states_of(file, tok)
-    states.of([1, 0], ids, doubled)
+    states.fetch([1, 0], ids, doubled)
     alone, _, _ = collate([Conversations(file, tok, 1024)[1]], "cpu")
-    assert torch.equal(states.of([1], alone, refuse), doubled(alone))
+    assert torch.equal(states.fetch([1], alone, refuse), doubled(alone))
 
 
 def test_a_batch_with_one_conversation_missing_is_computed(file, tok):
     states, ids = states_of(file, tok)
-    states.of([1], ids[:1, : states.lengths[1]], doubled)
+    states.fetch([1], ids[:1, : states.lengths[1]], doubled)
     with pytest.raises(AssertionError):
-        states.of([1, 0], ids, refuse)
+        states.fetch([1, 0], ids, refuse)
 
 
 @pytest.mark.parametrize("change", ["key", "text"])
 def test_states_are_refused_when_what_they_depend_on_changed(change, file, tok):
     states, ids = states_of(file, tok)
-    states.of([1, 0], ids, doubled)
+    states.fetch([1, 0], ids, doubled)
     if change == "text":
         file.write_text(file.read_text().replace("maple", "birch"))
     states, ids = states_of(file, tok, key="other weights" if change == "key" else "weights")
     with pytest.raises(AssertionError):
-        states.of([1, 0], ids, refuse)
+        states.fetch([1, 0], ids, refuse)
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "longer"])
 def test_a_damaged_file_of_states_is_written_anew_with_a_sentence(damage, file, tok, capsys):
     states, ids = states_of(file, tok)
-    states.of([1, 0], ids, doubled)
+    states.fetch([1, 0], ids, doubled)
     content = states.path.read_bytes()
     states.path.write_bytes({"cut": content[:-70], "foreign": bytes(len(content)), "longer": content + b"x"}[damage])
     capsys.readouterr()
     states, ids = states_of(file, tok)
     assert "it is written anew" in capsys.readouterr().err
-    assert torch.equal(states.of([1, 0], ids, doubled), doubled(ids))
+    assert torch.equal(states.fetch([1, 0], ids, doubled), doubled(ids))
 
 
 def test_the_size_of_states_is_said_before_they_are_written(file, tok, capsys):
@@ -254,4 +254,4 @@ def test_a_disk_that_fills_up_while_states_are_written_gets_a_sentence(file, tok
 
     monkeypatch.setattr(states, "write", full)
     with pytest.raises(OSError, match=r"No space left on device\): make room, or go without the cache"):
-        states.of([1, 0], ids, doubled)
+        states.fetch([1, 0], ids, doubled)

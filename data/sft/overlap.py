@@ -59,9 +59,9 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
 def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:
     """The sorted grams of all benchmarks, in the folders beside `folder`, and why some could not be read."""
     names = sorted(file.parent.name for file in DATA.glob("*/score.py"))
-    names.remove("long_ifeval")
+    names.remove("long_ifeval")  # its prompts are sys_ifeval's, and filler
     none = np.zeros(0, np.uint64)
-    found, unchecked = [none], {"long_ifeval": "its prompts are sys_ifeval's and filler"}
+    found, unchecked = [none], {}
     for name in tqdm(names, desc="benchmarks", leave=False):
         prompts = [none]
         try:

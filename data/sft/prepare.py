@@ -88,7 +88,7 @@ def read_head(url: str, path: Path) -> Iterator[bytes]:
     with file.open("rb") as lines:
         while True:
             line = lines.readline()
-            if line.endswith(b"\n") or (line and file == path):
+            if line.endswith(b"\n") or (line and file == path):  # path: download() has the whole file
                 yield line
             elif file == path:
                 return
@@ -113,12 +113,14 @@ def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         if error.errno:  # not the server's answer: something is wrong on this disk
             raise
-        hint = "what was done is kept; or take files that are at hand: python -m data.sft.prepare --from FILE …"
+        hint = "what was done is kept; or take files that are at hand: $NANOCAL_MIRROR, or --from FILE …"
         raise type(error)(f"{error} ({hint})") from None
 
 
 def read_turns(record: dict) -> list[tuple[str, str | None]]:
     """Who says what in a record of any of the schemas. KeyError, TypeError, … for another one."""
+    if "chosen" in record:
+        raise ValueError("it compares replies, where this wants one")
     if "messages" in record:
         return [(message["role"], message["content"]) for message in record["messages"]]
     if "conversations" in record:
@@ -305,7 +307,7 @@ def table(report: dict) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help="instead of the sources")
+    parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help="instead of the sources: in this order, until there are --n")
     parser.add_argument("--n", type=int, default=TOTAL, help="conversations in all (default: 50,000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another order and validation set")
     args = parser.parse_args()
