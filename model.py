@@ -89,6 +89,9 @@ class Config:
             for name in sizes.split():
                 if type(value := getattr(config, name)) is not int or not 0 < value < 2**24:
                     raise ValueError(f"{path} gives {value!r} for {name}: it must be a whole number above 0")
+            if config.n_heads % config.n_kv_heads or config.head_dim % 2:
+                heads = f"{config.n_heads} heads over {config.n_kv_heads} key heads, {config.head_dim} wide"
+                raise ValueError(f"{path} gives {heads}: the first must be a multiple of the second, and the width even")
             rope_frequencies(config)  # an unknown rope type is an error here, before any weight is read
         except KeyError as error:
             raise ValueError(f"{path} lacks the key {error}: it is not a complete model config") from None

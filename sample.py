@@ -71,13 +71,16 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, Path]:
-    """The model, its tokenizer and the checkpoint directory of a Hub id or directory. ValueError if they do not fit."""
+def load_base(base: str, device: str, dtype: torch.dtype, pack: bool = True) -> tuple[Transformer, Tokenizer, Path]:
+    """
+    The model, its tokenizer and the checkpoint directory of a Hub id or directory. ValueError if they do not fit. pack:
+    where that is faster; torch.compile knows no packed weights.
+    """
     path = checkpoint(base)
     tok = Tokenizer.from_pretrained(path)
     model = Transformer.from_pretrained(path, device, dtype)
     # our choice: faster by up to a half on a CPU, where a model of this size can be kept twice
-    if device == "cpu" and dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) < 2e9:
+    if pack and device == "cpu" and dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) < 2e9:
         model.pack()
     if tok.vocab_size > model.config.vocab_size:
         raise ValueError(

@@ -214,6 +214,8 @@ def main() -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if args.lr is None:  # our choice: one for all that are compared; a whole backbone bears less
         args.lr = 1e-4 if args.method == "full" else 2e-3
+    if args.cache_prefix and args.method not in ("cal", "mlp"):
+        raise ValueError(f"--cache_prefix is of cal and mlp, which leave layers as they are: {args.method} does not need it")
     for name, method in (("rank", "lora"), ("width", "mlp")):
         if getattr(args, name) is not None and args.method != method:
             raise ValueError(f"--{name} is of --method {method}, and this is {args.method}: leave it out")
@@ -265,7 +267,7 @@ def main() -> None:
     if rank > 0:
         dist.barrier()  # the first process downloads and prepares what is missing
     torch.manual_seed(args.seed)
-    model, tok, path = load_base(args.base, device, dtype)
+    model, tok, path = load_base(args.base, device, dtype, pack=not args.compile)
     source = weights_source(path)
     options = {"rope": args.cal_rope, "ffn": args.cal_ffn, "rank": args.rank, "width": args.width}
     attach(model, args.method, args.placement, **options)
@@ -282,7 +284,7 @@ def main() -> None:
     train_file, val_file = folder / f"{args.split}.jsonl", folder / "val.jsonl"
     if folder.resolve() == HIERARCHY:
         prepare_if_needed()
-    if not train_file.exists():
+    if not train_file.is_file():
         hint = "--data is a folder, --split one of its JSONL files"
         if (folder / "prepare.py").exists():
             hint = f"python -m data.{folder.name}.prepare makes it, if it is one of that data set's files"
@@ -309,12 +311,10 @@ def main() -> None:
 
     states = None
     if args.cache_prefix:
-        if not model.layers_below:
-            raise ValueError(f"--cache_prefix is of no use to --method {args.method}, which has nothing frozen: leave it out")
         files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
         chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
         machine = [device.split(":")[0], chip, torch.get_num_threads(), torch.__version__]
-        key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine]
+        key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine, args.compile]
         states = States(conversations, model.config.hidden_size, dtype, key)
 
     tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)

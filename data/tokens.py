@@ -82,13 +82,13 @@ class Conversations:
 
 
 def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
-    """A JSONL file's folder and its three arrays; it is made where there is none, or where it is not of this text."""
+    """A JSONL file's folder and its three arrays; it is made where there is none, or one that is not of this text."""
     state = (tok.vocabulary, tok.order, tok.pattern, tok.nfc, tok.special, tok.default_system, tok.dates, tok.thinks)
     code = Path(chat.__file__).read_bytes() + Path(__file__).read_bytes()
     key = hashlib.sha256(code + repr(state).encode()).hexdigest()[:12]
     folder = file.with_name(f"{file.stem}.{key}.tokens")
     with file.open("rb") as data:
-        about = {"sha256 of the text": hashlib.file_digest(data, "sha256").hexdigest()}
+        about = {"text": hashlib.file_digest(data, "sha256").hexdigest()}
     if not (arrays := read(folder, about)):
         if folder.exists():
             print(f"{folder} is not whole, or {file.name} has changed: it is tokenized again", file=sys.stderr)
@@ -102,18 +102,25 @@ def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
 def read(folder: Path, about: dict) -> list[np.ndarray] | None:
     """The arrays of a folder that is whole and of the text that `about` says; None otherwise."""
     try:
-        if json.loads((folder / "about.json").read_text(encoding="utf-8")) != about:
+        if json.loads((folder / "about.json").read_text(encoding="utf-8")) != {**about, "arrays": digest(folder)}:
             return None
         # an empty file can't be mapped
         arrays = [
             np.memmap(folder / f"{name}.bin", kind, "r") if (folder / f"{name}.bin").stat().st_size else np.zeros(0, kind)
             for name, kind in ARRAYS.items()
         ]
-        ids, roles, offsets = arrays
-        whole = len(ids) == len(roles) == offsets[-1] and offsets[0] == 0 and (np.diff(offsets) > 0).all()
-        return arrays if whole else None
-    except (OSError, ValueError, IndexError):
+        return arrays
+    except (OSError, ValueError):
         return None
+
+
+def digest(folder: Path) -> str:
+    """The hash of a folder's arrays: a damaged one is not to be learned from."""
+    hashed = hashlib.sha256()
+    for name in ARRAYS:
+        with (folder / f"{name}.bin").open("rb") as file:
+            hashed.update(hashlib.file_digest(file, "sha256").digest())
+    return hashed.hexdigest()
 
 
 def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
@@ -138,7 +145,8 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
                 offsets.append(offsets[-1] + len(ids))
                 bar.update()
         np.array(offsets, np.int64).tofile(part / "offsets.bin")
-        (part / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+        about_it = {**about, "arrays": digest(part)}
+        (part / "about.json").write_text(json.dumps(about_it) + "\n", encoding="utf-8")
         if not read(folder, about):  # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
@@ -191,9 +199,9 @@ def collate(conversations: list[Conversation], device: str, multiple: int = 1) -
 class States:
     """
     What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
-    conversations come by. The file has three parts: the states of all tokens; for each conversation a byte that is 1 if
-    its states are there; and the hash of all that the values depend on, which are the tokens and `key` (anything that
-    JSON can hold). OSError: there is no room.
+    conversations come by. The file has three parts: the states of all tokens; for each conversation the shape of the
+    batch in which they were computed, or 0 (their last bits depend on it); and the hash of all else that they depend on,
+    the tokens and `key` (anything that JSON can hold). OSError: there is no room.
     """
 
     def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, key: list):
@@ -202,15 +210,15 @@ class States:
         about = [key, (conversations.folder / "about.json").read_text(), self.lengths, width, str(dtype)]
         mark = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         file = conversations.folder / f"{mark[:12]}.states"
-        self.path, self.size, n = file, self.starts[-1], len(self.lengths)
+        self.path, self.size, n = file, self.starts[-1], 8 * len(self.lengths)
         if file.exists() and not self.is_whole(mark):
             print(f"{file} is cut short or foreign: it is written anew", file=sys.stderr)
             file.unlink()
         if not file.exists():
             free = shutil.disk_usage(file.parent).free
-            print(f"hidden states of {sum(self.lengths):,} tokens: {self.size / 1e9:.2f} GB in {file}")
+            print(f"hidden states of {sum(self.lengths):,} tokens: {self.size / 1e6:,.1f} MB in {file}")
             if self.size > free:
-                raise OSError(f"{file} has room for {free / 1e9:.2f} GB alone: make more, or go without the cache")
+                raise OSError(f"{file} has room for {free / 1e6:,.1f} MB alone: make more, or go without the cache")
             part = file.with_name(f"{file.name}.{os.getpid()}.part")
             with part.open("wb") as f:
                 f.truncate(self.size + n)
@@ -219,16 +227,17 @@ class States:
             part.replace(file)
         self.file = file.open("r+b", buffering=0)
         self.map = np.memmap(self.file, np.uint8, "r")  # of the same file: what is written there is seen here
-        self.there = self.map[self.size : self.size + n]
+        self.shapes = self.map[self.size : self.size + n].view(np.uint64)
 
     def is_whole(self, mark: str) -> bool:
         with self.path.open("rb") as f:
-            f.seek(self.size + len(self.lengths))
+            f.seek(self.size + 8 * len(self.lengths))
             return f.read() == mark.encode()
 
     def fetch(self, batch: list[int], ids: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """The states (B, T, width) of these conversations, whose padded ids (B, T) are given for what is not there yet."""
-        if self.there[batch].all():
+        """The states (B, T, width) of these conversations; their padded ids (B, T) are for computing what is not there."""
+        shape = np.uint64(ids.shape[0] << 32 | ids.shape[1])
+        if (self.shapes[batch] == shape).all():
             hidden = torch.zeros(*ids.shape, self.width, dtype=self.dtype)
             for row, i in zip(hidden, batch):
                 states = torch.from_numpy(self.map[self.starts[i] : self.starts[i + 1]].copy())
@@ -237,8 +246,9 @@ class States:
         hidden = compute(ids)
         try:
             for row, i in zip(hidden.cpu(), batch):
+                self.write(self.size + 8 * i, bytes(8))
                 self.write(self.starts[i], row[: self.lengths[i]].contiguous().view(torch.uint8).numpy().tobytes())
-                self.write(self.size + i, b"\1")  # last, so that a run that dies leaves no half conversation
+                self.write(self.size + 8 * i, shape.tobytes())  # last: a run that dies leaves no half conversation
         except OSError as error:
             raise OSError(f"{self.path} can't be written ({error.strerror}): make room, or go without the cache") from None
         return hidden

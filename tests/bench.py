@@ -329,9 +329,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cuda or cpu (cpu)", default="cpu")
     parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape (SmolLM2's own)")
-    parser.add_argument("--only", default="", metavar="PART", help="training, memory, generation or files (all)")
+    parser.add_argument("--only", choices=("training", "memory", "generation", "files"), help="one part (all)")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     args = parser.parse_args()
+    if args.json:
+        args.json.touch()  # an error now is better than one after ten minutes
     device, path = pick_device(args.device), checkpoint(BASE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each
     from transformers.utils import logging

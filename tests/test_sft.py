@@ -743,3 +743,30 @@ def test_the_command_line_answers_in_a_sentence(flags, sentence):
 def test_too_few_conversations_are_said(tmp_path, folder):
     with pytest.raises(ValueError, match="conversations that can stay: 1, too few"):
         prepare(folder, given(tmp_path, fillers(1)))
+
+
+def test_two_runs_at_once_do_not_mix(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "sft" / "raw").mkdir(parents=True)
+    with (tmp_path / "sft" / "raw" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another run is making the corpus"):
+            prepare(tmp_path / "sft", files=[Path(__file__)], n=10)
+
+
+def test_a_damaged_state_of_an_unfinished_run_is_done_again(tmp_path):
+    file = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    others = [{"role": "user", "content": "three"}, {"role": "assistant", "content": "four"}]
+    file.write_bytes(jsonl([{"messages": turns}, {"messages": others}]))
+    (tmp_path / "sft" / "raw").mkdir(parents=True)
+    for content in ("[]", "", "{"):
+        (tmp_path / "sft" / "raw" / "state.json").write_text(content)
+        assert prepare(tmp_path / "sft", files=[file], n=10)["sources"][str(file)]["kept"] == 2
+
+
+@pytest.mark.parametrize("record", [{"chosen": "a", "conversations": []}, {"messages": [], "train_on": "first"}])
+def test_a_record_that_can_not_be_learned_from_is_named(record, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl([record]))
+    with pytest.raises(ValueError, match="a.jsonl line 1"):
+        prepare(tmp_path / "sft", files=[tmp_path / "a.jsonl"], n=10)

@@ -178,9 +178,36 @@ def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, 
     assert len({row["loss"] for row in read_jsonl(out / "metrics.jsonl")}) == 1  # the same batch, the same model
 
 
-def test_the_cache_of_hidden_states_is_of_no_use_where_the_first_layer_learns(tiny, tmp_path):
+def test_the_cache_of_hidden_states_is_refused_where_the_first_layer_learns(tiny, tmp_path):
     flags = ("--base", tiny, "--method", "lora", "--cache_prefix", "--no_eval", "--out", tmp_path / "o")
-    assert "--cache_prefix is of no use to --method lora" in run("train.py", *flags).stderr
+    assert "--cache_prefix is of cal and mlp" in run("train.py", *flags).stderr
+
+
+def test_a_cache_that_other_batches_filled_changes_no_loss(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *hierarchy_records(40))
+    flags = ("--base", tiny, "--data", folder, "--no_eval", "--dtype", "bf16", "--steps", 8)
+    runs = {"other": ("--cache_prefix", "--batch_tokens", 150), "without": (), "with": ("--cache_prefix", "--seed", 0)}
+    for name, more in runs.items():
+        assert run("train.py", *flags, *more, "--out", tmp_path / name).returncode == 0
+    without, cached = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("without", "with"))
+    assert [row["loss"] for row in without] == [row["loss"] for row in cached]
+
+
+def test_a_run_is_not_resumed_on_other_data(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *hierarchy_records(40))
+    flags = ("--base", tiny, "--data", folder, "--steps", 30, "--no_eval", "--save_every", 2, "--out", tmp_path / "r")
+    process = start(flags, tmp_path / "r" / "metrics.jsonl", lines=4)
+    process.kill()
+    process.communicate()
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in hierarchy_records(20)))
+    done = run("train.py", *flags, "--resume")
+    assert done.returncode != 0 and "has changed since the run in" in done.stderr
+
+
+def test_a_run_of_cal_without_any_system_prompt_says_that_nothing_is_learned(tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *[{"messages": TURNS[1:3]}] * 8)
+    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--no_eval")
+    assert "0 with a system prompt" in done.stdout and "it will stay the identity" in done.stdout
 
 
 @pytest.mark.parametrize(("dtype", "method"), [("bf16", "cal"), ("bf16", "mlp"), ("fp32", "cal")])
@@ -529,12 +556,12 @@ def test_20_steps_on_real_conversations_of_the_corpus_lower_the_real_smollm2s_lo
 @pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_a_plain_one_and_compiles_a_bounded_number_of_times(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *hierarchy_records(60))
-    flags = ("--base", tiny, "--data", folder, "--steps", 16, "--no_eval", "--dtype", "fp32", "--batch_tokens", 400)
+    flags = ("--base", tiny, "--data", folder, "--steps", 16, "--no_eval", "--dtype", "bf16", "--batch_tokens", 400)
     plain = run("train.py", *flags, "--out", tmp_path / "plain")
     counters.clear()
     compiled = run("train.py", *flags, "--compile", "--out", tmp_path / "compiled")
     assert plain.returncode == compiled.returncode == 0, compiled.stderr
     losses = [[row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in ("plain", "compiled")]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)  # fp32, other sums in fused kernels, over 16 steps
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # fused kernels round to bf16 less often
     # a layer and a block, with and without gradients, of one row and of several: however many shapes there are
     assert 0 < counters["stats"]["unique_graphs"] <= 16

@@ -20,12 +20,17 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from data import download as net
 from data.download import download, file_hash, json_lines
@@ -121,6 +126,8 @@ def read_turns(record: dict) -> list[tuple[str, str | None]]:
     """Who says what in a record of any of the schemas. KeyError, TypeError, … for another one."""
     if "chosen" in record:
         raise ValueError("it compares replies, where this wants one")
+    if record.get("train_on", "last") != "last":
+        raise ValueError('"train_on" can only be "last"')
     if "messages" in record:
         return [(message["role"], message["content"]) for message in record["messages"]]
     if "conversations" in record:
@@ -184,7 +191,7 @@ def take(
             place, record = item
             try:
                 messages, reason = make_messages(read_turns(record))
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
                 what = f"{place} is no conversation of a known form ({error!r})"
                 raise ValueError(f"{what}: python -m data.sft.prepare --help shows them") from None
             if reason is None:
@@ -247,7 +254,13 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
         if not file.is_file():
             raise FileNotFoundError(f"{file} is no file: give --from files of conversations")
     try:
-        return build(folder, list(dict.fromkeys(files or [])), n, seed)
+        (folder / "raw").mkdir(parents=True, exist_ok=True)
+        with (folder / "raw" / "lock").open("w") as lock:  # the system lets it go when this process ends, however it does
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return build(folder, list(dict.fromkeys(files or [])), n, seed)
+    except BlockingIOError:
+        raise OSError(f"another run is making the corpus in {folder}: wait until it is done") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(f"the disk is full: make room for {folder} and run this again, to go on from here") from None
@@ -256,17 +269,17 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
 
 def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
     """What prepare() does, once its arguments are in order."""
-    grams, unchecked = benchmark_grams(folder)
     raw = folder / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
+    grams, unchecked = benchmark_grams(folder)
     # what an earlier run has completed counts if it did the very same: this code, these files, these benchmarks
     code = [file_hash(file) for file in sorted(HERE.glob("*.py"))]
     given = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = blake2b(f"{code} {n} {given}".encode() + grams.tobytes()).hexdigest()
     state_file = raw / "state.json"
-    state = json.loads(state_file.read_text()) if state_file.exists() else {}
-    if state.get("key") != key:
-        state = {"key": key, "counts": {}, "seen": []}
+    state = {"key": key, "counts": {}, "seen": []}
+    with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: all is done again
+        earlier = json.loads(state_file.read_text())
+        state = earlier if earlier["key"] == key else state
     counts: dict[str, dict] = state["counts"]
     kept, seen = [], set(state["seen"])
     for number, name in enumerate(map(str, files or SOURCES)):
