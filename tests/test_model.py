@@ -739,6 +739,16 @@ def test_an_index_that_leaves_the_directory_is_refused_though_the_file_is_there(
     assert_one_sentence(error, "stray.safetensors", "outside")
 
 
+@pytest.mark.parametrize("sizes", [{"num_key_value_heads": 3}, {"head_dim": 15}])
+def test_heads_that_do_not_fit_together_are_refused_with_a_sentence(sizes, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 16, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as error:
+        Config.from_file(tmp_path / "config.json")
+    assert_one_sentence(error, "config.json", "multiple")
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim"])
 @pytest.mark.parametrize("value", ["12", [1], -1, 0.5, 10**30])
 def test_a_size_of_the_wrong_kind_is_refused_with_a_sentence(key, value, tmp_path):
