@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from cal import adapter_info, write_whole
 from data.chat import Tokenizer
-from data.download import json_lines, weights_source
+from data.download import json_lines, stamps, weights_source
 from data.hierarchy.prepare import prepare_if_needed
 from data.sysbench.judge import judge as ask_judge
 from model import Transformer, read_json
@@ -56,8 +56,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prom
 
 def read_jsonl(file: Path) -> list[dict]:
     """The records of a JSONL file. ValueError names the line that is damaged."""
-    with file.open("rb") as lines:
-        return [record for _, record in json_lines(lines, file)]
+    return [record for _, record in json_lines(file)]
 
 
 def write_jsonl(file: Path, records: list[dict]) -> None:
@@ -252,7 +251,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     The replies stay in .cache/, and serve every later run with the same weights, prompts, device, dtype and code.
     """
     weight, code = model.embed_tokens.weight, [ROOT / "model.py", ROOT / "eval.py", ROOT / "data" / "chat.py"]
-    files = {str(f.resolve()): (f.stat().st_size, f.stat().st_mtime_ns) for f in [*path.iterdir(), *code]}
+    files = stamps([*sorted(path.iterdir()), *code])
     key = json.dumps([files, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
     file = CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again

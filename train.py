@@ -33,7 +33,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from cal import METHODS, PLACEMENTS, attach, cast, load_trainable, save_adapter, size_table, trainable, write_whole
-from data.download import ROOT, weights_source
+from data.download import ROOT, stamps, weights_source
 from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversations, States, collate, make_batches
 from eval import HIERARCHY, ask_base, ask_in_order, load_sets, read_jsonl, show, summarize, write_json, write_jsonl
@@ -139,6 +139,13 @@ def flops(model: Transformer, tokens: int, targets: int, length: float) -> float
                 backward += linear + 2 * attention  # the activations' gradients
     head = model.embed_tokens.weight
     return tokens * (forward + backward) + 2 * targets * head.numel() * (1 + learning + head.requires_grad)
+
+
+def compile_layers(model: Transformer) -> None:
+    """torch.compile, layer by layer, so that one compilation serves all; with sizes left open, it is a handful of times."""
+    torch._dynamo.config.capture_scalar_outputs = True  # cal.py counts the system tokens
+    for module in [*model.layers, *model.inserted.values()]:
+        module.compile(dynamic=True)
 
 
 def reset_peak_memory(device: str) -> None:
@@ -305,22 +312,20 @@ def main() -> None:
     )
     if args.method == "cal" and not conversations.with_system:
         say("None has a system prompt, and CAL learns from those alone: it will stay the identity.")
-    text = (conversations.folder / "about.json").read_text()
-    if args.resume and started.get("text", text) != text:
+    if args.resume and started.get("text", conversations.about) != conversations.about:
         raise ValueError(f"{train_file} has changed since the run in {out} was started: give the same, or start anew")
 
     states = None
     if args.cache_prefix:
-        files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
         chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
         machine = [device.split(":")[0], chip, torch.get_num_threads(), torch.__version__]
-        key = [files, (ROOT / "model.py").read_text(), model.layers_below, machine, args.compile]
+        key = [stamps(sorted(path.iterdir())), (ROOT / "model.py").read_text(), model.layers_below, machine, args.compile]
         states = States(conversations, model.config.hidden_size, dtype, key)
 
     tests = [] if args.no_eval or rank > 0 else load_sets(args.eval_limit)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(flags_file, {**flags, "text": text})
+        write_json(flags_file, {**flags, "text": conversations.about})
         if world > 1:
             dist.barrier()
 
@@ -365,11 +370,8 @@ def main() -> None:
     model.grad_checkpoint = args.grad_checkpoint
     multiple = 1
     if args.compile:
-        # layer by layer, so that one compilation serves all of them; with sizes left open it compiles a handful of times
         multiple = 64  # lengths that suit the GPU
-        torch._dynamo.config.capture_scalar_outputs = True  # cal.py counts the system tokens
-        for module in [*model.layers, *model.inserted.values()]:
-            module.compile(dynamic=True)
+        compile_layers(model)
     peak_rate = peak_flops(device, dtype)
     reset_peak_memory(device)
     steps = range(first, args.steps if parameters else 0)

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -80,15 +81,25 @@ def write_examples(folder: Path, examples: list[dict]) -> list[dict]:
     return examples
 
 
-def json_lines(lines: Iterable[bytes], file: Path) -> Iterator[tuple[str, object]]:
-    """The place, for an error, and the content of every line that is not blank. ValueError names a damaged one."""
-    for number, line in enumerate(lines, start=1):
-        place = f"{file} line {number}"
-        try:
+def json_lines(file: Path, lines: Iterable[bytes] | None = None) -> Iterator[tuple[str, object]]:
+    """
+    The place, for an error, and the content of every line of a file that is not blank; lines: the file's, where it is
+    not just to be opened. ValueError names a damaged one.
+    """
+    with nullcontext(lines) if lines is not None else file.open("rb") as source:
+        for number, line in enumerate(source, start=1):
+            place = f"{file} line {number}"
+            try:
+                record = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place} is not valid JSON ({error}): mend or delete it") from None
             if line.strip():
-                yield place, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is not valid JSON ({error}): mend or delete it") from None
+                yield place, record
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """What tells files from others and from changed ones, without reading them: path, size in bytes, time in ns."""
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def file_hash(path: Path) -> str:

@@ -54,6 +54,7 @@ class Conversations:
 
     def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
         self.folder, (self.ids, self.roles, self.offsets) = tokenized(file, tok)
+        self.about = (self.folder / "about.json").read_text(encoding="utf-8")  # hashes of the text and of the arrays
         lengths = np.diff(self.offsets)
 
         def count(role: int) -> np.ndarray:
@@ -131,11 +132,8 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         bar = tqdm(desc=f"tokenize {file.name}", leave=False, unit=" conversations", unit_scale=True)
-        with (
-            bar, file.open("rb") as lines, open(part / "ids.bin", "wb") as ids_file,
-            open(part / "roles.bin", "wb") as roles_file,
-        ):  # fmt: skip
-            for place, record in json_lines(lines, file):
+        with bar, open(part / "ids.bin", "wb") as ids_file, open(part / "roles.bin", "wb") as roles_file:
+            for place, record in json_lines(file):
                 try:
                     ids, roles = tokenize(tok, record)
                 except ValueError as error:
@@ -145,8 +143,8 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
                 offsets.append(offsets[-1] + len(ids))
                 bar.update()
         np.array(offsets, np.int64).tofile(part / "offsets.bin")
-        about_it = {**about, "arrays": digest(part)}
-        (part / "about.json").write_text(json.dumps(about_it) + "\n", encoding="utf-8")
+        content = json.dumps({**about, "arrays": digest(part)})
+        (part / "about.json").write_text(content + "\n", encoding="utf-8")
         if not read(folder, about):  # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
@@ -207,7 +205,7 @@ class States:
     def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, key: list):
         self.lengths, self.width, self.dtype = conversations.lengths, width, dtype
         self.starts = [n * width * dtype.itemsize for n in itertools.accumulate(self.lengths, initial=0)]  # in bytes
-        about = [key, (conversations.folder / "about.json").read_text(), self.lengths, width, str(dtype)]
+        about = [key, conversations.about, self.lengths, width, str(dtype)]
         mark = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         file = conversations.folder / f"{mark[:12]}.states"
         self.path, self.size, n = file, self.starts[-1], 8 * len(self.lengths)

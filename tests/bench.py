@@ -35,7 +35,7 @@ from eval import read_jsonl
 from model import Cache, Transformer
 from sample import BASE, load_base, pick_device
 from tests import plan
-from tests.gpu import LLAMA, QWEN, random_model
+from tests.gpu import LLAMA, QWEN, random_model, training_step
 from train import peak_memory, reset_peak_memory
 
 REPEATS = 5
@@ -90,23 +90,6 @@ def their_model(path: Path, shape: str | None, device: str) -> torch.nn.Module:
     )  # fmt: skip
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-
-
-def our_step(model: Transformer, method: str) -> Callable[..., None]:
-    """A training step of nanoCAL, as train.py has it."""
-    torch.manual_seed(0)
-    parameters = list(trainable(attach(model, method)).values())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
-
-    def step(batch: Conversation, below: Tensor | None = None) -> None:
-        ids, system, targets = batch
-        loss, n = model.loss(model(ids, system, below=below), targets)
-        (loss / n).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def labels_of(targets: Tensor) -> Tensor:
@@ -166,7 +149,7 @@ def training(path: Path, shape: str | None, device: str) -> Iterator[Row]:
     """Tokens a second of a step of one batch. peft's side is the faster of its two settings."""
     model = our_model(path, shape, device)
     rank = rank_of_cal(model)
-    cal, lora = our_step(model, "cal"), our_step(our_model(path, shape, device), "lora")
+    cal, lora = training_step(model, "cal"), training_step(our_model(path, shape, device), "lora")
     theirs = [their_step(their_model(path, shape, device), rank, fp32) for fp32 in (True, False)]
     tok = Tokenizer.from_pretrained(checkpoint(BASE) if shape else path)
     for name, batch, plain, cached in (
@@ -188,7 +171,7 @@ def memory_of_steps(side: str, path: Path, shape: str | None, device: str) -> fl
     model = our_model(path, shape, device)
     rank = rank_of_cal(model)
     if side == "ours":
-        step = our_step(model, "cal")
+        step = training_step(model, "cal")
     else:
         del model
         step = their_step(their_model(path, shape, device), rank, fp32=False)

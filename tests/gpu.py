@@ -12,6 +12,7 @@ import copy
 import gc
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cal import attach, trainable
+from data.tokens import Conversation
 from model import Config, Transformer
 from sample import pick_device
-from train import flops, peak_flops, peak_memory, reset_peak_memory
+from train import compile_layers, flops, peak_flops, peak_memory, reset_peak_memory
 
 # the published config.json files
 QWEN = Config(
@@ -36,9 +38,6 @@ LLAMA = Config(
 SMALL = replace(LLAMA, vocab_size=1000, hidden_size=128, intermediate_size=256, n_layers=8, n_heads=4, n_kv_heads=2,
                 head_dim=32, tied=True)  # fmt: skip
 
-Batch = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (B, T) each
-
-
 def random_model(config: Config, device: str, dtype: torch.dtype) -> Transformer:
     """A model with weights as at the start of a pretraining: on the device at once, 16 GB of them pass no CPU."""
     with torch.device("meta"):
@@ -50,7 +49,7 @@ def random_model(config: Config, device: str, dtype: torch.dtype) -> Transformer
     return model.eval()
 
 
-def batch_of(config: Config, B: int, T: int, device: str, seed: int) -> Batch:
+def batch_of(config: Config, B: int, T: int, device: str, seed: int) -> Conversation:
     """
     Conversations that can be learned from: few of the words occur, half of the tokens are targets, and 64 are a system
     prompt. Drawn on the CPU: the same on every device.
@@ -64,32 +63,41 @@ def batch_of(config: Config, B: int, T: int, device: str, seed: int) -> Batch:
     return ids.to(device), system.to(device), targets.to(device)
 
 
-def train(config: Config, method: str, compiled: bool, steps: int, shapes: list[tuple[int, int]], device: str) -> dict:
-    """The steps of train.py: losses, median tokens/s and MFU of the second half, peak GB, graphs that were compiled."""
-    torch._dynamo.reset()
-    counters.clear()
+def training_step(model: Transformer, method: str) -> Callable[..., Tensor]:
+    """The step of train.py: of a batch, and what the layers below the first block make of it, if known. Its loss."""
     torch.manual_seed(0)
-    model = attach(random_model(config, device, torch.bfloat16), method)
-    parameters = list(trainable(model).values())
-    on_gpu = device.startswith("cuda")
-    optimizer = torch.optim.AdamW(parameters, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu or None)
-    if compiled:
-        torch._dynamo.config.capture_scalar_outputs = True
-        for module in [*model.layers, *model.inserted.values()]:
-            module.compile(dynamic=True)
-    reset_peak_memory(device)
-    peak, losses, speeds, shares = peak_flops(device, torch.bfloat16), [], [], []
-    for step in range(steps):
-        B, T = shapes[step % len(shapes)]
-        ids, system, targets = batch_of(config, B, T, device, seed=step)
-        start = time.perf_counter()
-        loss, n = model.loss(model(ids, system), targets)
+    parameters = list(trainable(attach(model, method)).values())
+    optimizer = torch.optim.AdamW(parameters, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def step(batch: Conversation, below: Tensor | None = None) -> Tensor:
+        ids, system, targets = batch
+        loss, n = model.loss(model(ids, system, below=below), targets)
         (loss / n).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item() / n)
-        if on_gpu:
+        return loss.detach() / n
+
+    return step
+
+
+def train(config: Config, method: str, compiled: bool, steps: int, shapes: list[tuple[int, int]], device: str) -> dict:
+    """The steps of train.py: losses, median tokens/s and MFU of the second half, peak GB, graphs that were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = random_model(config, device, torch.bfloat16)
+    take_step = training_step(model, method)
+    if compiled:
+        compile_layers(model)
+    reset_peak_memory(device)
+    peak, losses, speeds, shares = peak_flops(device, torch.bfloat16), [], [], []
+    for step in range(steps):
+        B, T = shapes[step % len(shapes)]
+        batch = batch_of(config, B, T, device, seed=step)
+        n = int((batch[2] >= 0).sum())
+        start = time.perf_counter()
+        losses.append(take_step(batch).item())
+        if device.startswith("cuda"):
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
         speeds.append(B * T / seconds)

@@ -32,7 +32,7 @@ def prepare(folder: Path = HERE, attacks: Path | None = None) -> list[dict]:
     examples = []
     for name in FILES:
         file = download(f"{REPOSITORY}/{name}.jsonl", folder / "raw" / f"{name}.jsonl")
-        for number, (place, record) in enumerate(read_jsonl(file)):
+        for number, (place, record) in enumerate(json_lines(file)):
             identity = f"{name}:{number}"
             if written is None or identity in written:
                 example = make_example(record, place, written[identity] if written else None)
@@ -42,14 +42,8 @@ def prepare(folder: Path = HERE, attacks: Path | None = None) -> list[dict]:
     return write_examples(folder, examples)
 
 
-def read_jsonl(file: Path) -> list[tuple[str, object]]:
-    """The records of a file, each with the words that name it in an error."""
-    with file.open("rb") as lines:
-        return list(json_lines(lines, file))
-
-
 def read_attacks(file: Path) -> dict[str, str]:
-    return {field(record, place, "id"): field(record, place, "attack") for place, record in read_jsonl(file)}
+    return {field(record, place, "id"): field(record, place, "attack") for place, record in json_lines(file)}
 
 
 def field(record: object, place: str, *path: str, kind: type = str):

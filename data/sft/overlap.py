@@ -49,11 +49,10 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
     elif not files[0].is_file():
         module.prepare(folder)
     for file in files:
-        with file.open("rb") as lines:
-            for _, example in json_lines(lines, file):
-                conversations = [example.get("messages", []), *example.get("asks", [])]
-                said = [m["content"] for messages in conversations for m in messages if m["role"] != "assistant"]
-                yield said + example.get("turns", [])
+        for _, example in json_lines(file):
+            conversations = [example.get("messages", []), *example.get("asks", [])]
+            said = [m["content"] for messages in conversations for m in messages if m["role"] != "assistant"]
+            yield said + example.get("turns", [])
 
 
 def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:

@@ -33,7 +33,7 @@ except ImportError:  # Windows
     fcntl = None
 
 from data import download as net
-from data.download import download, file_hash, json_lines
+from data.download import download, file_hash, json_lines, stamps
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
@@ -81,7 +81,7 @@ def read_records(file: Path) -> Iterator[tuple[str, object]]:
                 yield from ((f"{file} record {number}", record) for number, record in glaive.stream(file))
                 return
             lines.seek(0)
-            for place, record in json_lines(lines, file):
+            for place, record in json_lines(file, lines):
                 yield place, record
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise ValueError(f"{file} can't be read beyond {place}: get it anew") from None
@@ -112,7 +112,7 @@ def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
     path = (folder.parent / "glaive" if name == "Glaive-v2" else folder) / "raw" / url.rsplit("/", 1)[-1]
     try:
         if name == "SlimOrca":
-            yield from json_lines(read_head(url, path), path)
+            yield from json_lines(path, read_head(url, path))
         else:
             yield from read_records(download(url, path, SHA256.get(name)))
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
@@ -273,8 +273,7 @@ def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
     grams, unchecked = benchmark_grams(folder)
     # what an earlier run has completed counts if it did the very same: this code, these files, these benchmarks
     code = [file_hash(file) for file in sorted(HERE.glob("*.py"))]
-    given = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = blake2b(f"{code} {n} {given}".encode() + grams.tobytes()).hexdigest()
+    key = blake2b(f"{code} {n} {stamps(files)}".encode() + grams.tobytes()).hexdigest()
     state_file = raw / "state.json"
     state = {"key": key, "counts": {}, "seen": []}
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: all is done again
@@ -320,7 +319,8 @@ def table(report: dict) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help="instead of the sources: in this order, until there are --n")
+    instead = "instead of the sources: in this order, until there are --n"
+    parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help=instead)
     parser.add_argument("--n", type=int, default=TOTAL, help="conversations in all (default: 50,000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another order and validation set")
     args = parser.parse_args()
