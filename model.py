@@ -204,7 +204,7 @@ class Packed:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y.split(self.sizes, dim=-1)
+        return y.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (y,)
 
 
 def project(x: Tensor, packed: Packed | None, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -536,7 +536,7 @@ class Transformer(nn.Module):
             replies[row].append(token)
         return replies
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def stream(
         self,
         prompts: list[Tensor],
