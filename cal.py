@@ -321,7 +321,7 @@ def cast(model: Transformer) -> None:
     """
     for p in trainable(model).values():
         p.data = p.data.to(model.embed_tokens.weight.dtype)
-    if any(module.packed is not None for module in model.layers.modules() if isinstance(module, FrozenLinear)):
+    if model.packed:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack()

@@ -158,8 +158,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     mask is bool (B, T, S), True where a query sees a key; without it attention is causal over T = S tokens.
     """
     (B, H, T, C), dtype = q.shape, q.dtype
-    if q.is_cpu and q.requires_grad:
-        q, k, v = q.float(), k.float(), v.float()  # a CPU's backward pass in bf16 takes two to five times as long
+    if q.is_cpu and T > 1:
+        # a CPU's forward pass takes as long in bf16 as in fp32, and its backward pass up to five times as long
+        q, k, v = q.float(), k.float(), v.float()
     # softmax(Q K^T / sqrt(C)) V
     if mask is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -187,31 +188,24 @@ class RMSNorm(nn.Module):
 
 class Packed:
     """
-    For a CPU and bf16: the weights of layers that read the same input, one below the other, once more and in the order
-    in which oneDNN reads them; one product then gives what several gave, bit for bit. Freezes the layers.
+    For a CPU and bf16: the weights of layers that read the same input, once more and in the order in which oneDNN reads
+    them. One product then gives, to the bit, what the layers gave one after the other. Freezes them.
     """
 
     def __init__(self, *layers: nn.Module):
-        self.layers, self.sizes = layers, [len(layer.weight) for layer in layers]
-        weight = torch.cat([layer.weight.requires_grad_(False) for layer in layers])
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.weights = [layer.weight.requires_grad_(False) for layer in layers]
+        self.sizes = [len(weight) for weight in self.weights]
+        self.together = torch.ops.mkldnn._reorder_linear_weight(torch.cat(self.weights))
         biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(biases) if biases else None
 
-    def serves(self, x: Tensor, *layers: nn.Module) -> bool:
-        """Whether these layers stand as they were packed, and no gradient is asked for."""
-        return layers == self.layers and not (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
+    def serves(self, x: Tensor) -> bool:
+        """Whether nothing asks for a gradient, which this product does not have."""
+        return not (x.requires_grad or any(weight.requires_grad for weight in self.weights))
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (y,)
-
-
-def project(x: Tensor, packed: Packed | None, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of the linear layers makes of x."""
-    if packed and packed.serves(x, *layers):
-        return packed(x)
-    return tuple(layer(x) for layer in layers)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (…, D) gives (…, the sum of the layers' sizes)."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.together, self.bias, "none", [], "")
 
 
 class Linear(nn.Linear):
@@ -223,7 +217,15 @@ class Linear(nn.Linear):
         self.packed = Packed(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x)[0] if self.packed and self.packed.serves(x, self) else super().forward(x)
+        return self.packed(x) if self.packed and self.packed.serves(x) else super().forward(x)
+
+
+def project(x: Tensor, packed: Packed | None, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """What each of the linear layers makes of x: in one product, if they are still those that were packed together."""
+    same = packed and all(type(layer) is Linear and layer.weight is w for layer, w in zip(layers, packed.weights))
+    if same and packed.serves(x):
+        return packed(x).split(packed.sizes, dim=-1)
+    return tuple(layer(x) for layer in layers)
 
 
 class Attention(nn.Module):
@@ -495,8 +497,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, D) to (…, V)."""
-        if self.packed and self.packed.serves(hidden, self.head):
-            return self.packed(hidden)[0]
+        if self.packed and self.packed.serves(hidden):
+            return self.packed(hidden)
         return F.linear(hidden, self.head.weight)
 
     @property

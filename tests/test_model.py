@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from cal import attach
-from model import Cache, Config, Transformer
+from model import Cache, Config, Linear, Transformer
 
 ROOT = Path(__file__).parent.parent
 
@@ -521,8 +521,34 @@ BF16_PRODUCTS = pytest.mark.skipif(
 def test_packed_weights_change_no_bit(B, T, smollm2):
     model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16)
     ids = torch.randint(0, 49152, (B, T), generator=torch.Generator().manual_seed(0))
-    plain = model(ids)
-    assert torch.equal(model.pack()(ids), plain) and model.layers[0].mlp.up_proj.packed is not None
+    plain = model.logits(model(ids))
+    assert torch.equal(model.pack().logits(model(ids)), plain) and model.layers[0].mlp.packed and model.packed
+
+
+@torch.no_grad()
+@BF16_PRODUCTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_change_no_bit_of_any_family(family, tmp_path):
+    random_reference(FAMILIES[family]).save_pretrained(tmp_path)
+    model, ids = Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16), random_ids(2, 30)
+    plain = model.logits(model(ids))
+    assert torch.equal(model.pack().logits(model(ids)), plain)
+
+
+@torch.no_grad()
+@BF16_PRODUCTS
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("kind", [Linear, torch.nn.Linear])
+def test_a_layer_put_in_the_place_of_a_packed_one_is_used(kind, name, smollm2):
+    model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack()
+    part, name = name.split(".")
+    part = getattr(model.layers[0], part)
+    old = getattr(part, name)
+    new = kind(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+    new.weight.copy_(old.weight).mul_(0.5)
+    before = model(torch.arange(9)[None])
+    setattr(part, name, new)
+    assert not torch.equal(model(torch.arange(9)[None]), before)
 
 
 @torch.no_grad()
