@@ -103,26 +103,27 @@ class CrossAttentionLayer(nn.Module):
         """
         B, T, D = x.shape
         if cache:
-            k, v = cache["k"], cache["v"]
-            mask = cache["real"][:, None, :].expand(B, T, -1)
+            k, v, mask, seen = (cache[name] for name in ("k", "v", "mask", "seen"))
+            mask = mask.expand(B, T, -1)
         elif system is None:
             return x
         else:
             where, mask = attention_mask(system)  # (B, S), (B, T, S)
             prompt = self.norm1(x.gather(1, where[:, :, None].expand(-1, -1, D)))  # (B, S, D)
             k, v = self.heads(self.k_proj(prompt), where), self.heads(self.v_proj(prompt))  # (B, K, S, C)
+            # a token that sees nothing would get a softmax over nothing, NaN: it reads everything, and is put back below
+            seen = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
+            mask = mask | ~seen
             if cache is not None and not torch.is_grad_enabled():
-                cache.update(k=k, v=v, real=mask[:, -1])  # nothing comes after the last slot: it sees all
+                cache.update(k=k, v=v, mask=mask[:, -1:], seen=seen[:, -1:])  # what comes later sees what the last does
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
             return x
         if positions is None:
             positions = torch.arange(T, device=x.device)[None]
 
         q = self.heads(self.q_proj(self.norm1(x)), positions)  # (B, H, T, C)
-        # a token that sees nothing would get a softmax over nothing, NaN: it reads everything, and is put back below
-        seen = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
         # X' = X + Attn W_O
-        y = x.add(self.o_proj(attend(q, k, v, mask | ~seen)), alpha=self.scale)
+        y = x.add(self.o_proj(attend(q, k, v, mask)), alpha=self.scale)
         # X'' = X' + (silu(N W_gate) * N W_up) W_D,  N = norm2(X')
         n = self.norm2(y)
         y = y.add(self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n)), alpha=self.scale)

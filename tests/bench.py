@@ -39,29 +39,35 @@ from tests.gpu import LLAMA, QWEN, random_model, training_step
 from train import peak_memory, reset_peak_memory
 
 REPEATS = 5
+N = 65  # tokens of a reply
 SHAPES = {"qwen2.5-1.5b": QWEN, "llama-3.1-8b": LLAMA}
 DTYPE = torch.bfloat16
 # what; ours and theirs; the target of ours / theirs; which is better, a higher or a lower ratio
 Row = tuple[str, float, float, float | None, str]
 
 
-def timed(device: str, *sides: Callable[[], object], repeats: int = REPEATS) -> list[list[float]]:
-    """Seconds of each side, every time. They run in turns, so that a slow minute of the machine is slow for all."""
-    times: list[list[float]] = [[] for _ in sides]
-    for repeat in range(repeats + 1):
-        for side, seconds in zip(sides, times):
-            start = time.perf_counter()
-            side()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            if repeat:  # the first time is for warming up
-                seconds.append(time.perf_counter() - start)
-    return times
+def in_turns(*sides: Callable[[], float], repeats: int = REPEATS) -> list[list[float]]:
+    """What each side measures, every time. They run in turns, so that a slow minute of the machine is slow for all."""
+    rounds = [[side() for side in sides] for _ in range(repeats + 1)]
+    return [list(values) for values in zip(*rounds[1:])]  # the first time is for warming up
+
+
+def now(device: str) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(device: str, side: Callable[[], object]) -> float:
+    start = now(device)
+    side()
+    return now(device) - start
 
 
 def medians(device: str, *sides: Callable[[], object]) -> list[float]:
     """Median seconds of each side."""
-    return [median(seconds) for seconds in timed(device, *sides)]
+    return [median(times) for times in in_turns(*(partial(seconds, device, side) for side in sides))]
 
 
 def alone(function: Callable, *args: object) -> object:
@@ -209,26 +215,31 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
     ours, other = medians(device, prefill, their_prefill)
     yield "prefill of 2,048 tokens, tokens/s", 2048 / ours, 2048 / other, 1.0, "higher"
 
-    def steps(*generators: Callable[[int], object]) -> list[float]:
-        """Seconds of each one's decoding step: of a reply of 33 tokens, less one of 1."""
-        one, more = (medians(device, *(partial(g, n) for g in generators)) for n in (1, 33))
-        return [(b - a) / 32 for a, b in zip(one, more)]
-
     for B, target in ((1, 1.7), (16, 2.0)):
         prompts = [torch.randint(vocabulary, (64 + 3 * i,)) for i in range(B)]
         ids, mask = torch.zeros(2, B, 64 + 3 * (B - 1), dtype=torch.long, device=device)
         for row, seen, prompt in zip(ids, mask, prompts):  # padded on the left, as transformers wants it
             row[-len(prompt) :], seen[-len(prompt) :] = prompt, 1
 
-        def their_reply(cache: str | None, n: int, ids: Tensor = ids, mask: Tensor = mask) -> None:
-            more = {"do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-            theirs.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, **more)
+        # seconds of a step, between the first and the last token of each row's reply
+        def our_reply(prompts: list[Tensor] = prompts) -> float:
+            times = [now(device) for _ in model.stream(prompts, max_new_tokens=N, stop_ids=[])]
+            return (times[-1] - times[0]) / (N - 1)
 
-        step, *other = steps(
-            lambda n, prompts=prompts: model.generate(prompts, max_new_tokens=n, stop_ids=[]),
-            partial(their_reply, None),
-            partial(their_reply, "static"),
-        )
+        def their_reply(cache: str | None, ids: Tensor = ids, mask: Tensor = mask) -> float:
+            times: list[float] = []
+
+            def every_token(ids: Tensor, _: object) -> Tensor:
+                times.append(now(device))
+                return torch.zeros(len(ids), dtype=torch.bool, device=device)  # whose reply ends here
+
+            more = {"do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+            more |= {"min_new_tokens": N, "max_new_tokens": N, "stopping_criteria": [every_token]}
+            theirs.generate(ids, attention_mask=mask, **more)
+            return (times[-1] - times[0]) / (N - 1)
+
+        sides = our_reply, partial(their_reply, None), partial(their_reply, "static")
+        step, *other = (median(times) for times in in_turns(*sides))
         name = "one row" if B == 1 else f"{B} ragged rows"
         yield f"decode, {name}, tokens/s", B / step, B / min(other), target, "higher"
         yield f"decode, {name}, against its products alone", B / step, B / products(model, B, device), None, "higher"
@@ -241,7 +252,8 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
     for history in (512, min(8192, context - 64)):
         ids = torch.randint(vocabulary, (1, history), device=device)
         # the share is a small difference of large times: more of them, each compared with its neighbour
-        with_cal, without = timed(device, decoder(cal, ids), decoder(model, ids), repeats=5 * REPEATS)
+        sides = (partial(seconds, device, decoder(m, ids)) for m in (cal, model))
+        with_cal, without = in_turns(*sides, repeats=5 * REPEATS)
         shares.append(median(1 - b / a for a, b in zip(with_cal, without)))
         if history == 512:
             rates = 8 / median(with_cal), 8 / median(without)
