@@ -115,7 +115,8 @@ class CrossAttentionLayer(nn.Module):
             seen = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
             mask = mask | ~seen
             if cache is not None and not torch.is_grad_enabled():
-                cache.update(k=k, v=v, mask=mask[:, -1:], seen=seen[:, -1:])  # what comes later sees what the last does
+                # what comes later sees what the last token does
+                cache.update(k=k, v=v, mask=mask[:, -1:].clone(), seen=seen[:, -1:].clone())
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
             return x
         if positions is None:
@@ -270,6 +271,10 @@ def attach(
     model.inserted.clear()
     replace_linears(model.layers, LoRALinear, LoRALinear.frozen)
     model.requires_grad_(method == "full")
+    if method in ("lora", "full"):  # what is packed would no longer be what is computed with
+        for module in (model.layers if method == "lora" else model).modules():
+            if hasattr(module, "packed"):
+                module.packed = None
     with torch.device("meta"):  # counted without memory
         block = sum(p.numel() for p in CrossAttentionLayer(c, rope, ffn).parameters())
     with torch.device("meta" if device.type == "meta" else "cpu"):  # on the CPU a seed gives the same everywhere

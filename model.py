@@ -158,7 +158,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     mask is bool (B, T, S), True where a query sees a key; without it attention is causal over T = S tokens.
     """
     (B, H, T, C), dtype = q.shape, q.dtype
-    if q.is_cpu and T > 1:
+    if q.is_cpu and T > 1 and dtype == torch.bfloat16:
         # a CPU's forward pass takes as long in bf16 as in fp32, and its backward pass up to five times as long
         q, k, v = q.float(), k.float(), v.float()
     # softmax(Q K^T / sqrt(C)) V
@@ -192,6 +192,7 @@ class Packed:
     them. One product then gives, to the bit, what the layers gave one after the other. Freezes them.
     """
 
+    @torch.no_grad()
     def __init__(self, *layers: nn.Module):
         self.weights = [layer.weight.requires_grad_(False) for layer in layers]
         self.sizes = [len(weight) for weight in self.weights]

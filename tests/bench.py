@@ -202,6 +202,7 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
     """Tokens a second of reading a prompt, and of writing."""
     model, theirs = our_model(path, shape, device), their_model(path, shape, device)
     vocabulary, context = model.config.vocab_size, model.config.max_positions
+    theirs.generation_config.eos_token_id = None  # no reply ends early, on both sides
     long = torch.randint(vocabulary, (1, 2048), device=device)
 
     @torch.inference_mode()
@@ -234,7 +235,7 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
                 return torch.zeros(len(ids), dtype=torch.bool, device=device)  # whose reply ends here
 
             more = {"do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-            more |= {"min_new_tokens": N, "max_new_tokens": N, "stopping_criteria": [every_token]}
+            more |= {"max_new_tokens": N, "stopping_criteria": [every_token]}
             theirs.generate(ids, attention_mask=mask, **more)
             return (times[-1] - times[0]) / (N - 1)
 
@@ -272,7 +273,7 @@ def decoder(model: Transformer, ids: Tensor) -> Callable[[], None]:
     def decode() -> None:
         cache.positions, cache.used, token = torch.full_like(cache.positions, T), T, ids[:, -1:]
         for _ in range(8):
-            token = model.logits(model(token, None, cache)).argmax(-1)
+            token = model.logits(model(token, None, cache)).max(-1).indices
 
     return decode
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from cal import attach
-from model import Cache, Config, Linear, Transformer
+from model import Cache, Config, Linear, Transformer, attend
 
 ROOT = Path(__file__).parent.parent
 
@@ -558,6 +558,40 @@ def test_a_packed_model_that_is_trained_itself_uses_its_new_weights(smollm2):
     before = model(torch.arange(9)[None])
     model.layers[0].mlp.up_proj.weight.mul_(0.5)
     assert not torch.equal(model(torch.arange(9)[None]), before)
+
+
+@torch.no_grad()
+@BF16_PRODUCTS
+def test_no_packed_weight_outlives_a_training_of_the_whole_model(smollm2):
+    model = attach(Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack(), "full")
+    before = model(torch.arange(9)[None])
+    model.layers[0].mlp.up_proj.weight.mul_(0.5)
+    assert not torch.equal(attach(model, "none")(torch.arange(9)[None]), before)
+
+
+@BF16_PRODUCTS
+def test_a_lora_frees_the_packed_weights_that_it_can_not_use(smollm2):
+    model = attach(Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack(), "lora", rank=1)
+    assert not any(getattr(module, "packed", None) for module in model.layers.modules())
+
+
+@BF16_PRODUCTS
+@pytest.mark.parametrize("family", ["qwen2", "llama biases"])
+def test_frozen_layers_with_packed_biases_keep_nothing_for_a_backward_pass(family, tmp_path):
+    random_reference(FAMILIES[family]).save_pretrained(tmp_path)
+    model = attach(Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16).pack(), "none")
+    assert not model(random_ids(2, 30)).requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_over_several_tokens_in_bf16_rounds_once(causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 20, 16).bfloat16() for heads in (6, 2, 2))
+    mask = None if causal else (torch.rand(2, 20, 20) > 0.5) | torch.eye(20, dtype=torch.bool)
+    exact = attend(q.double(), k.double(), v.double(), mask)
+    # fp32 is off by 1e-6, which may turn a last bit of bf16 (2^-8) where the exact value lies between two
+    torch.testing.assert_close(attend(q, k, v, mask).double(), exact, rtol=2**-8, atol=1e-5)
 
 
 @BF16_PRODUCTS

@@ -37,7 +37,8 @@ def ask(*flags: object) -> str:
 
 
 def test_the_real_base_answers(smollm2):
-    assert "Paris" in run("sample.py", "--user", QUESTION, "--max_new_tokens", 12).stdout
+    # in fp32, for in bf16 the first word hangs on the last bit of a logit
+    assert "Paris" in run("sample.py", "--user", QUESTION, "--max_new_tokens", 12, "--dtype", "fp32").stdout
 
 
 def test_an_adapter_brings_its_base_and_changes_the_reply(tiny, adapter):
