@@ -137,7 +137,7 @@ def flops(model: Transformer, tokens: int, targets: int, length: float) -> float
             backward += 2 * trained  # the weights' gradients
             if learning:
                 backward += linear + 2 * attention  # the activations' gradients
-    head = model.embed_tokens.weight
+    head = model.head.weight
     return tokens * (forward + backward) + 2 * targets * head.numel() * (1 + learning + head.requires_grad)
 
 
