@@ -8,7 +8,6 @@ Shapes in the comments: B batch, T tokens, S system tokens, D width, H query hea
 L layers.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,25 +16,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from model import Config, RMSNorm, Transformer, attend, read_json, rope_tables, rotate
-from model import Linear as FrozenLinear
-
-WEIGHTS = "model.safetensors"
-METHODS = ("cal", "mlp", "lora", "full", "none")
-
+from data.files import read_json, write_json, write_whole
+from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # who sees whom
 
 
 def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    From system, bool (B, T), True on the system prompt's tokens: positions (B, S), where each row's system tokens
-    stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with position 0, masked.
-    """
+    """From system, bool (B, T), True on the system prompt's tokens: positions (B, S), where each row's system tokens
+    stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with position 0, masked."""
     # our choice: one formula, token i sees system token j  iff  j <= i
     #   before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
     counts = system.sum(dim=1, keepdim=True)  # (B, 1)
@@ -52,23 +45,21 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
 # the block
 
 
-class Linear(FrozenLinear):
+class Linear(nn.Linear):
     """No bias; the weight stays in fp32, where small updates survive, and is cast to the activations' dtype at use."""
 
     def __init__(self, fan_in: int, fan_out: int):
         super().__init__(fan_in, fan_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype)) if self.packed is None else super().forward(x)
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class CrossAttentionLayer(nn.Module):
-    """
-    One CAL block:  X'  = X  + Attn(norm1(X), norm1(X_system)) W_O
+    """One CAL block:  X'  = X  + Attn(norm1(X), norm1(X_system)) W_O
                     X'' = X' + FFN(norm2(X')) W_D
     W_O and W_D start at zero, so a new block is the identity. A token that sees no system token is left exactly as it
-    was, FFN included: without a system prompt the model is the base, bit for bit.
-    """
+    was, FFN included: without a system prompt the model is the base, bit for bit."""
 
     def __init__(self, c: Config, rope: bool = False, ffn: float = 1.0):
         super().__init__()
@@ -94,29 +85,30 @@ class CrossAttentionLayer(nn.Module):
         x: Tensor,
         system: Tensor | None,
         cache: dict[str, Tensor] | None = None,
+        anchor: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """
-        x (B, T, D) and system, bool (B, T), give (B, T, D). In generation the first call leaves the system prompt's
-        keys and values in cache; later calls, whose tokens all come after the prompt, read them, and they never grow.
-        positions, of x's tokens in the sequence, (1 or B, T), matter to --cal_rope alone; None is 0..T-1.
-        """
+        """x (B, T, D) and system, bool (B, T), give (B, T, D). anchor is attention_mask(system), where that is known
+        already. In generation the first call leaves the prompt's keys and values in cache; later calls, whose tokens
+        all come after the prompt, read them there, and they never grow. positions (1 or B, T) are those of x's tokens,
+        for --cal_rope alone; None is 0..T-1."""
         B, T, D = x.shape
         if cache:
-            k, v, mask, seen = (cache[name] for name in ("k", "v", "mask", "seen"))
+            k, v, mask, sees = (cache[name] for name in ("k", "v", "mask", "sees"))
             mask = mask.expand(B, T, -1)
         elif system is None:
             return x
         else:
-            where, mask = attention_mask(system)  # (B, S), (B, T, S)
+            where, mask = anchor or attention_mask(system)  # (B, S), (B, T, S)
             prompt = self.norm1(x.gather(1, where[:, :, None].expand(-1, -1, D)))  # (B, S, D)
             k, v = self.heads(self.k_proj(prompt), where), self.heads(self.v_proj(prompt))  # (B, K, S, C)
-            # a token that sees nothing would get a softmax over nothing, NaN: it reads everything, and is put back below
-            seen = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
-            mask = mask | ~seen
+            # The softmax over no key at all is NaN. So a token that sees no system token is shown all of them here, and
+            # the last line of this function throws away what it made of them.
+            sees = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
+            mask = mask | ~sees
             if cache is not None and not torch.is_grad_enabled():
-                # what comes later sees what the last token does
-                cache.update(k=k, v=v, mask=mask[:, -1:].clone(), seen=seen[:, -1:].clone())
+                # all tokens of later calls come after the prompt: they see what the last token of this call sees
+                cache.update(k=k, v=v, mask=mask[:, -1:].clone(), sees=sees[:, -1:].clone())
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
             return x
         if positions is None:
@@ -128,8 +120,8 @@ class CrossAttentionLayer(nn.Module):
         # X'' = X' + (silu(N W_gate) * N W_up) W_D,  N = norm2(X')
         n = self.norm2(y)
         y = y.add(self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n)), alpha=self.scale)
-        # our choice: such a token stays exactly as it was, the feed-forward part included
-        return torch.where(seen, y, x)
+        # our choice: a token that sees no system token stays exactly as it was, the feed-forward part included
+        return torch.where(sees, y, x)
 
     def heads(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Splits (B, T, heads * C) into (B, heads, T, C)."""
@@ -145,10 +137,8 @@ class CrossAttentionLayer(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """
-    A feed-forward block at CAL's place, without its routing:  X' = X + FFN(norm(X)) W_D. It works on every token alike
-    and does not know which ones are the system prompt's. W_D starts at zero: a new block is the identity.
-    """
+    """A feed-forward block at CAL's place, without its routing:  X' = X + FFN(norm(X)) W_D. It works on every token alike
+    and does not know which ones are the system prompt's. W_D starts at zero: a new block is the identity."""
 
     def __init__(self, c: Config, width: int):
         super().__init__()
@@ -169,45 +159,37 @@ class ParallelMLP(nn.Module):
         return x.add(self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n)), alpha=self.scale)
 
 
-class LoRALinear(nn.Linear):
-    """
-    A frozen linear layer with a trained update of low rank beside it (LoRA, arXiv 2106.09685):  y = x W^T + x A^T B^T.
-    B starts at zero, so a new one computes what the frozen layer did.
-    """
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trained update of low rank beside it (LoRA, arXiv 2106.09685):  y = x W^T + x A^T B^T.
+    B starts at zero, so a new one computes what the frozen layer did."""
 
     def __init__(self, linear: nn.Linear, rank: int):
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias  # the very same tensors, no copies
+        super().__init__()
         # our choice: alpha equals the rank, so that no factor alpha / rank is left
-        self.scale = 1.0
+        self.linear, self.scale = linear, 1.0
         self.A = Linear(linear.in_features, rank)
         self.B = Linear(rank, linear.out_features)
         nn.init.normal_(self.A.weight, std=linear.in_features**-0.5)
         nn.init.zeros_(self.B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).add(self.B(self.A(x)), alpha=self.scale)
+        return self.linear(x).add(self.B(self.A(x)), alpha=self.scale)
 
+    @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain linear layer of the weight  W + scale B A,  summed in fp32."""
-        with torch.no_grad():
-            self.weight.copy_(self.weight.float() + self.scale * self.B.weight @ self.A.weight)
-        return self.frozen()
-
-    def frozen(self) -> nn.Linear:
-        """The plain linear layer that this one stands around."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear
+        """The frozen layer with the weight  W + scale B A,  summed in fp32."""
+        weight = self.linear.weight
+        weight.copy_(weight.float() + self.scale * self.B.weight @ self.A.weight)
+        return self.linear
 
 
-def replace_linears(module: nn.Module, kind: type[nn.Linear], new: Callable[[nn.Linear], nn.Linear]) -> None:
-    """Puts new(linear) in the place of every linear layer of that kind within module."""
+def replace(module: nn.Module, kind: type[nn.Module], new: Callable[[nn.Module], nn.Module]) -> None:
+    """Puts new(child) in the place of every child of that kind, however deep within module."""
     for name, child in list(module.named_children()):
-        if isinstance(child, kind):
+        if type(child) is kind:
             setattr(module, name, new(child))
         else:
-            replace_linears(child, kind, new)
+            replace(child, kind, new)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,7 +222,9 @@ PLACEMENTS: dict[str, Callable[[int], list[int]]] = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# attach, save, load
+# attach
+
+METHODS = ("cal", "mlp", "lora", "full", "none")
 
 
 def attach(
@@ -253,30 +237,20 @@ def attach(
     rank: int | None = None,
     width: int | None = None,
 ) -> Transformer:
-    """
-    Freezes the backbone and adds what the method trains: CAL blocks or ParallelMLP blocks at the placement's
+    """Freezes the backbone and adds what the method trains: CAL blocks or ParallelMLP blocks at the placement's
     boundaries, LoRA on every linear of every layer, nothing ("none"); or frees the whole backbone ("full"). LoRA's rank
     and ParallelMLP's width, where they are not given, are those that have as many parameters as CAL at that placement.
-    rope turns rotary on in CAL, ffn is the width of its feed-forward part in the backbone's. Returns the model.
-    ValueError names the known methods and placements, and sizes that make no sense.
-    """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(PLACEMENTS)}")
-    for name, size in (("rank", rank), ("width", width)):
-        if size is not None and size < 1:
-            raise ValueError(f"the {name} is {size}: it must be at least 1")
+    rope turns rotary on in CAL, ffn is the width of its feed-forward part in the backbone's. Returns the model."""
+    for name, value, known in (("method", method, METHODS), ("placement", placement, PLACEMENTS)):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
     c, device, boundaries = model.config, model.embed_tokens.weight.device, PLACEMENTS[placement](model.config.n_layers)
-    model.inserted.clear()
-    replace_linears(model.layers, LoRALinear, LoRALinear.frozen)
-    model.requires_grad_(method == "full")
-    if method in ("lora", "full"):  # what is packed would no longer be what is computed with
-        for module in (model.layers if method == "lora" else model).modules():
-            if hasattr(module, "packed"):
-                module.packed = None
     with torch.device("meta"):  # counted without memory
         block = sum(p.numel() for p in CrossAttentionLayer(c, rope, ffn).parameters())
+    model.inserted.clear()
+    replace(model.layers, LoRALinear, lambda lora: lora.linear)
+    model.requires_grad_(method == "full")
+    model.attention_mask = attention_mask if method == "cal" else None
     with torch.device("meta" if device.type == "meta" else "cpu"):  # on the CPU a seed gives the same everywhere
         if method == "cal":
             model.inserted.update({str(b): CrossAttentionLayer(c, rope, ffn) for b in boundaries})
@@ -285,25 +259,18 @@ def attach(
             width_of_cal = round((block - c.hidden_size) / (3 * c.hidden_size))
             model.inserted.update({str(b): ParallelMLP(c, width or width_of_cal) for b in boundaries})
         if method == "lora":
-            for layer, r in zip(model.layers, lora_ranks(model, block * len(boundaries), rank)):
-                replace_linears(layer, nn.Linear, lambda linear, r=r: LoRALinear(linear, r))
+            r = rank or lora_rank(model, block * len(boundaries))
+            replace(model.layers, nn.Linear, lambda linear: LoRALinear(linear, r))
     model.to(device)
-    options = {"rope": rope, "ffn": float(ffn), "rank": rank, "width": width}
-    model.adapter = {"method": method, "placement": placement, **options}
+    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": ffn, "rank": rank, "width": width}
     set_scale(model, scale)
     return model
 
 
-def lora_ranks(model: Transformer, parameters: int, rank: int | None) -> list[int]:
-    """LoRA's rank in each layer: the one given, or those that take so many parameters, r or r + 1 in every layer."""
-    L = len(model.layers)
-    if rank is not None:
-        return [rank] * L
-    linears = [module for module in model.layers[0].modules() if isinstance(module, nn.Linear)]
-    total = round(parameters / sum(m.in_features + m.out_features for m in linears))  # of all layers together
-    if total < L:
-        raise ValueError(f"{parameters:,} parameters are too few for LoRA on all layers: give a rank")
-    return [total // L + (i < total % L) for i in range(L)]
+def lora_rank(model: Transformer, parameters: int) -> int:
+    """The rank with which LoRA on every linear of every layer comes nearest to so many parameters, and at least 1."""
+    linears = [module for module in model.layers.modules() if type(module) is nn.Linear]
+    return max(1, round(parameters / sum(m.in_features + m.out_features for m in linears)))
 
 
 def set_scale(model: Transformer, scale: float) -> None:
@@ -321,52 +288,25 @@ def trainable(model: Transformer) -> dict[str, nn.Parameter]:
 
 
 def cast(model: Transformer) -> None:
-    """
-    Ends the training of an adapter: puts it into the backbone's dtype for good, and packs it if the backbone is packed.
-    The bits are those of a cast at every use, and it is faster to ask.
-    """
+    """Ends the training of an adapter: its weights take the backbone's dtype for good, which changes no bit of a reply."""
     for p in trainable(model).values():
         p.data = p.data.to(model.embed_tokens.weight.dtype)
-    if model.packed:
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.pack()
 
 
 def sizes(model: Transformer) -> str:
-    """In words, how large the adapter is made."""
-    ranks = sorted({m.A.out_features for m in model.modules() if isinstance(m, LoRALinear)})
-    if ranks:
-        return f"rank {' or '.join(map(str, ranks))} on every linear of {model.config.n_layers} layers"
+    """In a line, what is trained: "17,702,784 parameters, 5 blocks of width 1536 after layers 26, 27, 28, 29, 30"."""
+    count = f"{sum(p.numel() for p in trainable(model).values()):,} parameters"
+    if model.adapter["method"] == "lora":
+        rank = model.layers[0].mlp.up_proj.A.out_features
+        return f"{count}, rank {rank} on every linear of {model.config.n_layers} layers"
     if not model.inserted:
-        return "the whole backbone" if trainable(model) else "nothing"
-    return f"{len(model.inserted)} blocks of width {next(iter(model.inserted.values())).gate_proj.out_features}"
+        return f"{count}, the whole backbone" if trainable(model) else "nothing"
+    blocks = f"{len(model.inserted)} blocks of width {next(iter(model.inserted.values())).gate_proj.out_features}"
+    return f"{count}, {blocks} after layers {', '.join(model.inserted)}"
 
 
-def size_table(config: Config, placement: str, **options: object) -> str:
-    """A Markdown table of what every method trains; options as attach takes them."""
-    lines, counts = ["| method | parameters | of cal's | sizes |", "|---|---|---|---|"], []
-    for method in ("cal", "mlp", "lora", "full"):
-        try:
-            with torch.device("meta"):  # shapes alone
-                model = attach(Transformer(config), method, placement, **options)
-        except ValueError as error:  # no rank is small enough
-            lines.append(f"| {method} | – | – | {error} |")
-            continue
-        counts.append(sum(p.numel() for p in trainable(model).values()))
-        lines.append(f"| {method} | {counts[-1]:,} | {counts[-1] / counts[0]:.1%} | {sizes(model)} |")
-    return "\n".join(lines)
-
-
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes beside and renames, so that the file is never half there. OSError says which file, and why not."""
-    part = file.with_name(f"{file.name}.part")
-    try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        part.replace(file)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(f"{file} can't be written ({error.strerror}): mend that, and run this again") from None
+# ----------------------------------------------------------------------------------------------------------------------
+# save and load
 
 
 def base_config(model: Transformer) -> dict:
@@ -375,30 +315,24 @@ def base_config(model: Transformer) -> dict:
 
 
 def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
-    """
-    Writes adapter.safetensors (what was trained, as it is: fp32) and adapter.json (how it was attached, its size, the
-    base's config, and info) into the directory path.
-    """
+    """Writes adapter.safetensors (what was trained, as it is: fp32) and adapter.json (how it was attached, its size,
+    the base's config, and info) into the directory path."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     state = {name: p.detach() for name, p in trainable(model).items()}
     about = {**model.adapter, "sizes": sizes(model), "parameters": sum(p.numel() for p in state.values())}
-    about |= {"base_config": base_config(model), **info}
     write_whole(path / "adapter.safetensors", save(state))
-    write_whole(path / "adapter.json", json.dumps(about, indent=1) + "\n")
+    write_json(path / "adapter.json", about | {"base_config": base_config(model)} | info)
 
 
 def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Transformer:
-    """
-    Attaches the adapter saved in the directory path. FileNotFoundError if one of its two files is missing, ValueError
-    if it is damaged or was trained on a base of another shape.
-    """
-    about = adapter_info(path)
+    """Attaches the adapter saved in the directory path. FileNotFoundError if one of its two files is missing,
+    ValueError if it is damaged or was trained on a base of another shape."""
+    about, file = adapter_info(path), Path(path) / "adapter.safetensors"
     ours, theirs = base_config(model), about["base_config"]
     if different := [name for name in ours if ours[name] != theirs.get(name)]:
         raise ValueError(f"the adapter in {path} has another base ({', '.join(different)} differ): give that one")
     attach(model, scale=scale, **{name: about[name] for name in ADAPTER_TYPES})
-    file = Path(path) / "adapter.safetensors"
     try:
         load_trainable(model, load_file(file))
     except (SafetensorError, ValueError) as error:
@@ -419,51 +353,39 @@ def load_trainable(model: Transformer, state: dict[str, Tensor]) -> None:
 
 
 # what attach is told when an adapter is loaded, as adapter.json has it
-ADAPTER_TYPES = {
-    "method": str,
-    "placement": str,
-    "rope": bool,
-    "ffn": float,
-    "rank": int | None,
-    "width": int | None,
-}
+ADAPTER_TYPES = {"method": str, "placement": str, "rope": bool, "ffn": float, "rank": int | None, "width": int | None}
 
 
 def adapter_info(path: str | Path) -> dict:
     """adapter.json of a saved adapter. FileNotFoundError or ValueError with one sentence where there is none."""
-    path = Path(path)
     for name in ("adapter.json", "adapter.safetensors"):
-        if not (path / name).is_file():
+        if not (Path(path) / name).is_file():
             raise FileNotFoundError(f"{path} holds no {name}: give the --out of a run of train.py that came to its end")
-    about = read_json(path / "adapter.json")
-    types = {**ADAPTER_TYPES, "base_config": dict}
+    about, types = read_json(Path(path) / "adapter.json"), {**ADAPTER_TYPES, "base_config": dict}
     if wrong := [name for name, kind in types.items() if name not in about or not isinstance(about[name], kind)]:
-        raise ValueError(f"{path / 'adapter.json'} lacks {', '.join(wrong)}: copy it again or train anew")
+        raise ValueError(f"{path}/adapter.json lacks {', '.join(wrong)}: copy it again or train anew")
     return about
 
 
 def save_merged(model: Transformer, base: str | Path, path: str | Path) -> None:
-    """
-    Writes a plain Hugging Face checkpoint into the new directory path: the backbone's weights with what LoRA added to
-    them, in the backbone's dtype, and the other files of base, the checkpoint directory that it came from. After it the
-    model itself is merged. ValueError for the methods that add blocks, which no plain checkpoint has a place for.
-    """
+    """Writes a plain Hugging Face checkpoint into the new directory path: the backbone's weights with what LoRA added
+    to them, in the backbone's dtype, and the other files of base, the checkpoint directory that it came from. After it
+    the model itself is merged. ValueError for the methods that add blocks, which no plain checkpoint has a place
+    for."""
     if model.inserted:
         raise ValueError(f"method {model.adapter['method']} adds blocks, which a plain checkpoint has no place for")
-    replace_linears(model.layers, LoRALinear, LoRALinear.merged)
+    replace(model.layers, LoRALinear, LoRALinear.merged)
     base, path = Path(base), Path(path)
     part = path.with_name(f"{path.name}.part")  # whole before it has its name
     part.mkdir(parents=True, exist_ok=True)
-    for file in base.iterdir():  # the tokenizer and the chat template; not the weights, their index and their source
+    for file in base.glob("*"):  # the tokenizer and the chat template; not the weights, their index and their source
         if file.suffix in (".json", ".jinja", ".model") and file.name not in ("source.json", f"{WEIGHTS}.index.json"):
             shutil.copyfile(file, part / file.name)
-    config = read_json(base / "config.json")
-    config.pop("dtype", None)
-    config["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    config = {name: value for name, value in read_json(base / "config.json").items() if name != "dtype"}
+    write_json(part / "config.json", config | {"torch_dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch.")})
     weights = {name if name == "lm_head.weight" else f"model.{name}": p for name, p in model.state_dict().items()}
-    try:
-        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{part / WEIGHTS} can't be written ({error}): mend that, and run this again") from None
+    write_whole(part / WEIGHTS, save(weights, metadata={"format": "pt"}))
     part.rename(path)
+
+
+WEIGHTS = "model.safetensors"

@@ -21,7 +21,7 @@ import torch
 from cal import adapter_info, cast, load_adapter, save_merged, set_scale
 from data.chat import SYSTEM, Tokenizer, render
 from data.download import checkpoint
-from model import Transformer
+from model import Transformer, pick_device, pick_dtype
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -46,48 +46,28 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def pick_device(name: str | None) -> str:
-    """The device to run on, by default the first of cuda, mps, cpu. ValueError if it is not on this machine."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        if name.split(":")[0] not in ("cuda", "mps", "cpu"):
-            raise RuntimeError("not one of cuda, mps and cpu")
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} can't be used here ({str(error).splitlines()[0]}): try cpu") from None
-    return name
-
-
-def pick_dtype(name: str | None, device: str) -> torch.dtype:
-    """By default bf16, but fp32 where bf16 products are emulated, and slower by far."""
-    if name is None:
-        if device.startswith("cuda"):
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            native = device.startswith("mps") or onednn
-        name = "bf16" if native else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
-
-
-def load_base(base: str, device: str, dtype: torch.dtype, pack: bool = True) -> tuple[Transformer, Tokenizer, Path]:
-    """
-    The model, its tokenizer and the checkpoint directory of a Hub id or directory. ValueError if they do not fit. pack:
-    where that is faster; torch.compile knows no packed weights.
-    """
+def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, Path]:
+    """The model, its tokenizer and the checkpoint directory of a Hub id or directory. ValueError if they do not fit."""
     path = checkpoint(base)
     tok = Tokenizer.from_pretrained(path)
     model = Transformer.from_pretrained(path, device, dtype)
-    # our choice: faster by up to a half on a CPU, where a model of this size can be kept twice
-    if pack and device == "cpu" and dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) < 2e9:
-        model.pack()
     if tok.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{path} has a tokenizer of {tok.vocab_size} ids, but an embedding of {model.config.vocab_size}: "
             "the two are not of one checkpoint, download it again"
         )
-    return model, tok, path
+    return pack_if_small(model), tok, path
+
+
+def pack_if_small(model: Transformer) -> Transformer:
+    """model.pack(), which makes a CPU faster by up to a half, where a model of this size can be kept twice."""
+    return model.pack() if sum(p.numel() for p in model.parameters()) < 2e9 else model
+
+
+def ready_to_ask(model: Transformer) -> None:
+    """Ends the training of what is attached: it is made as fast as the backbone, and no bit of a reply changes."""
+    cast(model)
+    pack_if_small(model)
 
 
 def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, Tokenizer, Path]:
@@ -104,7 +84,7 @@ def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, To
     if args.adapter:
         load_adapter(model, args.adapter, args.scale)
         if not merge:
-            cast(model)
+            ready_to_ask(model)
     return model, tok, path
 
 
@@ -119,13 +99,17 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
     ids, system = prompt(tok, messages)
     new: list[int] = []
     shown = text = ""
-    options = (args.max_new_tokens, args.temperature, args.top_p, tok.stop_ids, args.seed)
-    for _, token in model.stream([ids], [system], *options):
+
+    def on_token(_: int, token: int) -> None:
+        nonlocal shown, text
         new.append(token)
         text = tok.decode(new)
         if show and not text.endswith("\ufffd"):  # a character may still lack bytes
             print(text[len(shown) :], end="", flush=True)
             shown = text
+
+    options = (args.max_new_tokens, args.temperature, args.top_p, tok.stop_ids, args.seed)
+    model.generate([ids], [system], *options, on_token=on_token)
     if show:
         print(text[len(shown) :])
     return text

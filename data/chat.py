@@ -15,6 +15,8 @@ from pathlib import Path
 import regex  # comes with tiktoken
 import tiktoken
 
+from data.files import read_json
+
 TEMPLATE, SYSTEM, USER, ASSISTANT = 0, 1, 2, 3
 SPEAKERS = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
@@ -119,17 +121,6 @@ class Tokenizer:
 def unsupported(file: Path, what: str) -> ValueError:
     """The error for what a tokenizer file asks for and we don't have."""
     return ValueError(f"{file}: {what} is not supported: use a Llama-3, Qwen or SmolLM2 checkpoint")
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file of a checkpoint. ValueError if it is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not whole ({error}): download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: download it again")
-    return content
 
 
 def find_template(path: Path) -> str | None:

@@ -4,9 +4,7 @@
 """
 
 import errno
-import hashlib
 import http.client
-import json
 import os
 import re
 import shutil
@@ -15,18 +13,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).parent.parent
+from data.files import ROOT, file_hash, read_json, write_json
+
 CHECKPOINTS = ROOT / "checkpoints"
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-CACHE = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-HF_HOME = os.environ.get("HF_HOME", f"{CACHE}/huggingface")
+HF_HOME = os.environ.get("HF_HOME", os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface")
 HUB_CACHE = Path(os.environ.get("HF_HUB_CACHE", f"{HF_HOME}/hub")).expanduser()
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -70,41 +66,6 @@ def download(url: str, path: str | Path, sha256: str | None = None, head: int | 
         part.unlink()
         raise ValueError(f"{mirrored or url} is not the expected file (its SHA-256 differs): look what changed there")
     return part.replace(path)
-
-
-def write_examples(folder: Path, examples: list[dict]) -> list[dict]:
-    """Writes folder/examples.jsonl, a line an example, never half under its name; returns the examples."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "examples.jsonl.part"
-    part.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8", newline="\n")
-    part.replace(folder / "examples.jsonl")
-    return examples
-
-
-def json_lines(file: Path, lines: Iterable[bytes] | None = None) -> Iterator[tuple[str, object]]:
-    """
-    The place, for an error, and the content of every line of a file that is not blank; lines: the file's, where it is
-    not just to be opened. ValueError names a damaged one.
-    """
-    with nullcontext(lines) if lines is not None else file.open("rb") as source:
-        for number, line in enumerate(source, start=1):
-            place = f"{file} line {number}"
-            try:
-                record = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{place} is not valid JSON ({error}): mend or delete it") from None
-            if line.strip():
-                yield place, record
-
-
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """What tells files from others and from changed ones, without reading them: path, size in bytes, time in ns."""
-    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def mirror_file(url: str) -> Path | None:
@@ -260,8 +221,8 @@ def shards(directory: Path) -> list[str]:
     if not (directory / INDEX).exists():
         return ["model.safetensors"]
     try:
-        names = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        names = set(read_json(directory / INDEX)["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
         raise ValueError(f"{directory / INDEX} is no safetensors index: delete it and run this again") from None
     for name in names:
         if not re.fullmatch(r"\w[\w.-]*\.safetensors", name):
@@ -293,7 +254,7 @@ def download_from_hub(name: str, directory: Path) -> None:
         hub_file(name, shard, directory)
     if lacking := missing_file(directory):
         raise FileNotFoundError(f"{name} has no {lacking} on the Hub, and nanoCAL needs it: choose another model")
-    (directory / "source.json").write_text(json.dumps({"source": f"Hub {name}"}) + "\n")
+    write_json(directory / "source.json", {"source": f"Hub {name}"})
 
 
 def hub_file(name: str, file: str, directory: Path) -> bool:
@@ -313,7 +274,7 @@ def hub_file(name: str, file: str, directory: Path) -> bool:
 def weights_source(path: Path) -> str:
     """Where the weights in this directory come from, for the reader of a result."""
     if (path / "source.json").exists():
-        return json.loads((path / "source.json").read_text())["source"]
+        return read_json(path / "source.json")["source"]
     if path.is_relative_to(HUB_CACHE):
         return f"Hub cache {path.relative_to(HUB_CACHE)}"
     return f"directory {path}"

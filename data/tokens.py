@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data import chat
 from data.chat import ASSISTANT, SYSTEM, TEMPLATE, Tokenizer, render
-from data.download import json_lines
+from data.files import file_hash, json_lines, read_json, write_json
 
 ARRAYS = {"ids": np.uint32, "roles": np.uint8, "offsets": np.int64}
 
@@ -88,8 +88,7 @@ def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
     code = Path(chat.__file__).read_bytes() + Path(__file__).read_bytes()
     key = hashlib.sha256(code + repr(state).encode()).hexdigest()[:12]
     folder = file.with_name(f"{file.stem}.{key}.tokens")
-    with file.open("rb") as data:
-        about = {"text": hashlib.file_digest(data, "sha256").hexdigest()}
+    about = {"text": file_hash(file)}
     if not (arrays := read(folder, about)):
         if folder.exists():
             print(f"{folder} is not whole, or {file.name} has changed: it is tokenized again", file=sys.stderr)
@@ -103,7 +102,7 @@ def tokenized(file: Path, tok: Tokenizer) -> tuple[Path, list[np.ndarray]]:
 def read(folder: Path, about: dict) -> list[np.ndarray] | None:
     """The arrays of a folder that is whole and of the text that `about` says; None otherwise."""
     try:
-        if json.loads((folder / "about.json").read_text(encoding="utf-8")) != {**about, "arrays": digest(folder)}:
+        if read_json(folder / "about.json") != {**about, "arrays": digest(folder)}:
             return None
         # an empty file can't be mapped
         arrays = [
@@ -119,8 +118,7 @@ def digest(folder: Path) -> str:
     """The hash of a folder's arrays: a damaged one is not to be learned from."""
     hashed = hashlib.sha256()
     for name in ARRAYS:
-        with (folder / f"{name}.bin").open("rb") as file:
-            hashed.update(hashlib.file_digest(file, "sha256").digest())
+        hashed.update(bytes.fromhex(file_hash(folder / f"{name}.bin")))
     return hashed.hexdigest()
 
 
@@ -143,8 +141,7 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
                 offsets.append(offsets[-1] + len(ids))
                 bar.update()
         np.array(offsets, np.int64).tofile(part / "offsets.bin")
-        content = json.dumps({**about, "arrays": digest(part)})
-        (part / "about.json").write_text(content + "\n", encoding="utf-8")
+        write_json(part / "about.json", {**about, "arrays": digest(part)})
         if not read(folder, about):  # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
@@ -172,6 +169,17 @@ def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[
             batches.append([])
         batches[-1].append(i)
     return batches
+
+
+def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
+    """Which of n batches a step takes; every epoch is a new shuffle. To resume, the step's number is enough."""
+    chosen = []
+    for position in range(step * accumulate, (step + 1) * accumulate):
+        epoch, place = divmod(position, n)
+        order = list(range(n))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        chosen.append(order[place])
+    return chosen
 
 
 def collate(conversations: list[Conversation], device: str, multiple: int = 1) -> Conversation:

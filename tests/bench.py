@@ -25,15 +25,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from cal import attach, cast, lora_ranks, trainable
+from cal import attach, cast, lora_rank, trainable
 from data.chat import Tokenizer, render
 from data.download import checkpoint
 from data.hierarchy.prepare import HERE as HIERARCHY
 from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversation, Conversations, collate, make_batches
-from eval import read_jsonl
-from model import Cache, Transformer, project
-from sample import BASE, load_base, pick_device
+from data.files import read_jsonl
+from model import Cache, Transformer, pick_device
+from sample import BASE, load_base
 from tests import plan
 from tests.gpu import LLAMA, QWEN, random_model, training_step
 from train import peak_memory, reset_peak_memory
@@ -133,7 +133,7 @@ def rank_of_cal(model: Transformer) -> int:
     with torch.device("meta"):
         model = Transformer(model.config)
         count = sum(p.numel() for p in trainable(attach(model)).values())
-        return round(sum(lora_ranks(model, count, None)) / len(model.layers))
+        return lora_rank(attach(model, "none"), count)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def short_batch(tok: Tokenizer, device: str) -> Conversation:
     """A batch of data/hierarchy, of the median length."""
     prepare_if_needed()
     conversations = Conversations(HIERARCHY / "train.jsonl", tok, 2048)
-    batches = make_batches(conversations.lengths, 8192 if device.startswith("cuda") else 640, seed=0)
+    batches = make_batches(conversations.lengths, 640, seed=0)
     return collate([conversations[i] for i in batches[len(batches) // 2]], device)
 
 
@@ -167,7 +167,7 @@ def training(path: Path, shape: str | None, device: str) -> Iterator[Row]:
         ("data/hierarchy", short_batch(tok, device), 2.2, 4.2),
         ("512-token conversations", long_batch(device), 1.9, 3.3),
     ):
-        below = model.below(batch[0])
+        below = model.below_blocks(batch[0])
         sides = [partial(cal, batch), partial(cal, batch, below), partial(lora, batch)]
         ours, with_cache, our_lora, *other = medians(device, *sides, *(partial(step, batch) for step in theirs))
         tokens, best = batch[0].numel(), batch[0].numel() / min(other)
@@ -224,7 +224,8 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
 
         # seconds of a step, between the first and the last token of each row's reply
         def our_reply(prompts: list[Tensor] = prompts) -> float:
-            times = [now(device) for _ in model.stream(prompts, max_new_tokens=N, stop_ids=[])]
+            times: list[float] = []
+            model.generate(prompts, max_new_tokens=N, stop_ids=[], on_token=lambda *_: times.append(now(device)))
             return (times[-1] - times[0]) / (N - 1)
 
         def their_reply(cache: str | None, ids: Tensor = ids, mask: Tensor = mask) -> float:
@@ -250,6 +251,7 @@ def generation(path: Path, shape: str | None, device: str) -> Iterator[Row]:
     for p in trainable(cal).values():
         p.data.normal_(std=0.02)
     cast(cal)
+    cal.pack()
     for history in (512, min(8192, context - 64)):
         ids = torch.randint(vocabulary, (1, history), device=device)
         # the share is a small difference of large times: more of them, each compared with its neighbour
@@ -288,9 +290,9 @@ def products(model: Transformer, B: int, device: str) -> float:
     def step() -> None:
         for layer in model.layers:
             attention, mlp = layer.self_attn, layer.mlp
-            project(x, attention.packed, attention.q_proj, attention.k_proj, attention.v_proj)
+            attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
             attention.o_proj(heads)
-            project(x, mlp.packed, mlp.gate_proj, mlp.up_proj)
+            mlp.gate_proj(x), mlp.up_proj(x)
             mlp.down_proj(wide)
         model.logits(x)
 

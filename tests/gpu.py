@@ -22,8 +22,7 @@ from torch._dynamo.utils import counters
 
 from cal import attach, trainable
 from data.tokens import Conversation
-from model import Config, Transformer
-from sample import pick_device
+from model import Config, Transformer, pick_device
 from train import compile_layers, flops, peak_flops, peak_memory, reset_peak_memory
 
 # the published config.json files
@@ -71,7 +70,7 @@ def training_step(model: Transformer, method: str) -> Callable[..., Tensor]:
 
     def step(batch: Conversation, below: Tensor | None = None) -> Tensor:
         ids, system, targets = batch
-        loss, n = model.loss(model(ids, system, below=below), targets)
+        loss, n = model.loss(model(ids, system, below_blocks=below), targets)
         (loss / n).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -1,8 +1,8 @@
 """
 What training will cost, before a weight is downloaded and without a GPU:
 
-    python -m tests.bench --plan --base Qwen/Qwen2.5-1.5B-Instruct      a directory, Hub id or config.json
-    python -m tests.bench --plan --base MODEL MODEL …                   which methods fit on which GPU (a minute each)
+    python -m tests.plan --base Qwen/Qwen2.5-1.5B-Instruct      a directory, Hub id or config.json
+    python -m tests.plan --base MODEL MODEL …                   which methods fit on which GPU (a minute each)
 
 A training step runs on torch's meta device, where a tensor has a shape and a size but no memory, and a ledger notes
 each block of memory when it is made and when it is freed. So nothing here is a formula: it is the step of train.py,
@@ -12,6 +12,7 @@ context (about 0.5 GB), and memory that the allocator keeps.
 
 import argparse
 import re
+import sys
 import weakref
 from bisect import bisect
 from collections import Counter
@@ -266,7 +267,7 @@ def read_config(base: str) -> Config:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        "bench.py --plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = parser.add_argument
     flag("--base", nargs="+", default=[BASE], help="directories, Hub ids or config.json files (%(default)s)")
@@ -299,3 +300,10 @@ def main(argv: list[str]) -> None:
         name = Path(base).stem
         rows += [[name, method, *largest_batches(config, method, **options)] for method in METHODS]
     print(markdown(["base", "method", *(f"{card} GB" for card in CARDS)], rows))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"plan.py: {error}")

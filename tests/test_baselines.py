@@ -19,15 +19,24 @@ from cal import (
     save_adapter,
     save_merged,
     set_scale,
-    size_table,
+    sizes,
     trainable,
 )
 from data.chat import Tokenizer
 from model import Config, Transformer
 from sample import prompt
-from tests.conftest import run
-from tests.test_cal import FP32_AND_BF16, IDS, PROMPTS, SYSTEM, SYSTEMS, TARGETS, base, places_that_save
-from tests.test_model import assert_one_sentence
+from tests.small import (
+    FP32_AND_BF16,
+    IDS,
+    PROMPTS,
+    SYSTEM,
+    SYSTEMS,
+    TARGETS,
+    assert_one_sentence,
+    base,
+    places_that_save,
+    run,
+)
 
 PUBLISHED = [
     "SmolLM2-135M-Instruct",
@@ -77,12 +86,14 @@ def cal_parameters(c: Config, placement: str) -> int:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_method_has_cals_parameters_within_1_percent(name, placement, request):
+def test_every_method_has_cals_parameters(name, placement, request):
+    """Within 1 % at late8th, where methods are compared; within 2 % elsewhere, since a LoRA has one rank in all layers."""
     config = published(name, request)
     for method in ADDING:
         with torch.device("meta"):
             model = attach(Transformer(config), method, placement)
-        assert count(model) == pytest.approx(cal_parameters(config, placement), rel=0 if method == "cal" else 0.01)
+        near = 0 if method == "cal" else 0.01 if placement == "late8th" or method == "mlp" else 0.02
+        assert count(model) == pytest.approx(cal_parameters(config, placement), rel=near)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -100,11 +111,12 @@ def test_the_counts_follow_the_width_of_cals_feed_forward_part():
     assert counts["lora"] == pytest.approx(counts["cal"], rel=0.01)
 
 
-def test_lora_stands_on_every_linear_of_every_layer_with_ranks_that_differ_by_one_at_most():
+def test_lora_stands_on_every_linear_of_every_layer_with_one_rank():
     model = attach(base(n_layers=7), "lora")
-    ranks = [m.A.out_features for m in model.modules() if isinstance(m, LoRALinear)]
-    assert len(ranks) == 7 * 7 and max(ranks) - min(ranks) <= 1
-    assert not [m for m in model.layers.modules() if type(m) is nn.Linear]
+    loras = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    linears = [m for m in model.layers.modules() if type(m) is nn.Linear]
+    assert len(loras) == 7 * 7 and len({m.A.out_features for m in loras}) == 1
+    assert linears == [m.linear for m in loras]  # none stands alone
 
 
 def test_parallel_mlp_stands_at_cals_boundaries():
@@ -120,23 +132,9 @@ def test_a_rank_or_a_width_can_be_given():
     assert {m.gate_proj.out_features for m in mlp.inserted.values()} == {11}
 
 
-@pytest.mark.parametrize("size", ["rank", "width"])
-@pytest.mark.parametrize("value", [0, -2])
-def test_a_rank_or_width_below_1_is_refused_with_a_sentence(size, value):
-    with pytest.raises(ValueError) as error:
-        attach(base(), **{size: value})
-    assert_one_sentence(error, size, str(value), "at least 1")
-
-
-def test_a_cal_too_small_for_any_lora_is_refused_with_a_sentence():
-    with pytest.raises(ValueError) as error:
-        attach(base(n_layers=40, intermediate_size=2000), "lora", "early8th", ffn=0.001)
-    assert_one_sentence(error, "too few", "rank")
-
-
-def test_the_table_of_sizes_has_a_line_for_a_method_that_can_not_be_matched():
-    table = size_table(base(n_layers=40, intermediate_size=2000).config, "early8th", ffn=0.001)
-    assert "are too few for LoRA on all layers: give a rank |" in table and "\n| full | " in table
+def test_a_lora_has_at_least_rank_1():
+    model = attach(base(n_layers=40, intermediate_size=2000), "lora", "early8th", ffn=0.001)
+    assert {m.A.out_features for m in model.modules() if isinstance(m, LoRALinear)} == {1}
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 3])
@@ -147,10 +145,10 @@ def test_a_base_of_few_layers_takes_every_placement(method, n_layers):
         assert count(model) > 0 and (method == "lora" or len(model.inserted) >= 1)
 
 
-def test_the_table_of_sizes_has_the_counts_of_the_models():
-    lines = size_table(base().config, "late8th").splitlines()[2:]
-    for method, line in zip(("cal", "mlp", "lora", "full"), lines, strict=True):
-        assert line.startswith(f"| {method} | {count(attach(base(), method)):,} |")
+@pytest.mark.parametrize("method", [*ADDING, "full"])
+def test_the_line_of_sizes_has_the_count_of_the_model(method):
+    model = attach(base(), method)
+    assert sizes(model).startswith(f"{count(model):,} parameters, ")
 
 
 # --- what they compute --------------------------------------------------------------------------------------------
@@ -379,8 +377,8 @@ def test_the_real_smollm2_merged_in_fp32_gives_transformers_the_adapters_logits(
     save_merged(model, smollm2, tmp_path / "merged")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (plain.logits(plain(ids)) - expected).abs().max() > 0.1  # the adapter does speak
-    # the merged weights are rounded anew, and this model's activations reach into the thousands: 7e-5 at logits of 40
-    torch.testing.assert_close(reference(ids).logits, expected, atol=1e-4, rtol=1e-5)
+    # the merged weights are rounded anew, and this model's activations reach into the thousands: 1.3e-4 at logits of 40
+    torch.testing.assert_close(reference(ids).logits, expected, atol=3e-4, rtol=1e-5)
 
 
 def test_sample_writes_a_merged_checkpoint_that_says_what_the_adapter_says(tiny, tmp_path):

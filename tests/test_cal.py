@@ -1,62 +1,27 @@
-"""cal.py: who sees whom, what a block computes, and that without a system prompt the model is the base bit for bit."""
+"""cal.py: what tests/test_paper.py says in a few lines, in all its cases; batches, caches, gradients, files."""
 
 import json
-import math
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from cal import PLACEMENTS, CrossAttentionLayer, attach, attention_mask, load_adapter, save_adapter
-from model import Cache, Config, Transformer
-from tests.test_model import assert_one_sentence
-
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "n_layers": 8,  # late8th is 7 and 8
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,  # apart from D / H = 12
-    "max_positions": 128,
-    "rope_theta": 500.0,
-    "tied": True,
-}
-FP32_AND_BF16 = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-# three rows: a span after two template tokens, no system message, two spans of which one starts the row
-SYSTEM = torch.zeros(3, 20, dtype=torch.bool)
-SYSTEM[0, 2:7] = True
-SYSTEM[2, 0:3] = SYSTEM[2, 9:11] = True
-IDS = torch.randint(0, 61, (3, 20), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def randomise(module: torch.nn.Module, seed: int, spread: float = 0.1) -> None:
-    """Gives every weight a random value: norms around 1, the rest around 0. Blocks then stand as if trained."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread + ("norm" in name))
-
-
-def base(dtype: torch.dtype = torch.float32, **changes) -> Transformer:
-    """The same small random backbone at every call; wide weights, so that it writes varied text."""
-    model = Transformer(Config(**SIZES | changes))
-    randomise(model, seed=0, spread=0.2)
-    return model.to(dtype)
-
-
-def trained(dtype: torch.dtype = torch.float32, **options) -> Transformer:
-    """The same backbone with blocks in which no weight is still zero."""
-    model = attach(base(dtype), **options)
-    randomise(model.inserted, seed=1)
-    return model
-
-
-def trained_block(rope: bool = False) -> CrossAttentionLayer:
-    return trained(rope=rope).inserted["8"]
+from cal import PLACEMENTS, attach, attention_mask, load_adapter, save_adapter
+from model import Cache, Transformer
+from tests.small import (
+    FP32_AND_BF16,
+    IDS,
+    PROMPTS,
+    SYSTEM,
+    SYSTEMS,
+    TARGETS,
+    assert_one_sentence,
+    base,
+    generated_logits,
+    randomise,
+    trained,
+    trained_block,
+)
 
 
 # --- placements ---------------------------------------------------------------------------------------------------
@@ -135,28 +100,8 @@ def test_the_block_at_boundary_b_runs_after_layer_b():
 # --- who sees whom ------------------------------------------------------------------------------------------------
 
 
-def bits(*rows: str) -> Tensor:
-    return torch.tensor([[c == "1" for c in row] for row in rows])
-
-
-def test_the_mask_of_one_span_has_the_three_cases_of_the_paper():
-    positions, mask = attention_mask(bits("0011100"))
-    assert positions.tolist() == [[2, 3, 4]]
-    # before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
-    assert torch.equal(mask[0], bits("000", "000", "100", "110", "111", "111", "111"))
-
-
-def test_the_mask_of_ragged_spans_hides_the_slots_that_a_row_does_not_fill():
-    positions, mask = attention_mask(bits("01100", "00000", "10111"))
-    assert positions.shape == (3, 4) and mask.shape == (3, 5, 4)
-    assert positions[0, :2].tolist() == [1, 2] and positions[2].tolist() == [0, 2, 3, 4]
-    assert torch.equal(mask[0], bits("0000", "1000", "1100", "1100", "1100"))
-    assert not mask[1].any()
-    assert torch.equal(mask[2], bits("1000", "1000", "1100", "1110", "1111"))
-
-
 def test_slots_that_a_row_does_not_fill_still_point_inside_the_row():
-    positions, _ = attention_mask(bits("01100", "00000", "10111"))
+    positions, _ = attention_mask(torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]]).bool())
     assert positions.min() >= 0 and positions.max() < 5
 
 
@@ -166,25 +111,6 @@ def test_the_positions_of_a_long_row_keep_their_order():
     for row, places in zip(system, positions, strict=True):
         expected = row.nonzero().flatten()
         assert torch.equal(places[: len(expected)], expected)
-
-
-def test_without_any_system_token_the_mask_has_no_keys():
-    positions, mask = attention_mask(torch.zeros(2, 5, dtype=torch.bool))
-    assert positions.shape == (2, 0) and mask.shape == (2, 5, 0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("row", ["0001111000", "1100000000", "0110011000", "0000000001"])
-def test_changing_one_token_moves_exactly_the_rows_that_may_see_it(row):
-    block, system, T = trained_block(), bits(row), len(row)
-    x = torch.randn(1, T, 48, generator=torch.Generator().manual_seed(2))
-    before = block(x, system)
-    for j in range(T):
-        changed = x.clone()
-        changed[0, j] += 1
-        moved = [i for i in range(T) if not torch.equal(block(changed, system)[0, i], before[0, i])]
-        # a system token reaches itself and all that follows, inside the span and after it; any other token itself alone
-        assert moved == (list(range(j, T)) if system[0, j] else [j]), j
 
 
 @torch.no_grad()
@@ -198,66 +124,6 @@ def test_changing_one_row_of_a_batch_moves_no_other_row():
 
 
 # --- what the block computes --------------------------------------------------------------------------------------
-
-
-def oracle(block: CrossAttentionLayer, x: Tensor, system: Tensor, rope: bool) -> Tensor:
-    """The block's two equations in float64, one token, one head, one key at a time, from the weights alone."""
-    w = {name.removesuffix(".weight"): p.detach().double() for name, p in block.named_parameters()}
-    H, K, C, eps, theta = 4, 2, 16, 1e-6, 500.0
-
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / math.sqrt(sum(float(a) ** 2 for a in v) / len(v) + eps) * weight
-
-    def heads(v: Tensor, position: int) -> list[list[float]]:
-        """The C numbers of each head, turned by its position's angles where rope is on."""
-        result = []
-        for head in v.view(-1, C).tolist():
-            turned = list(head)
-            for i in range(C // 2 if rope else 0):
-                angle = position * theta ** (-2 * i / C)
-                a, b = head[i], head[i + C // 2]
-                turned[i] = a * math.cos(angle) - b * math.sin(angle)
-                turned[i + C // 2] = a * math.sin(angle) + b * math.cos(angle)
-            result.append(turned)
-        return result
-
-    out = x.double().clone()
-    for b, i in ((b, i) for b in range(len(x)) for i in range(x.shape[1])):
-        seen = [j for j in range(i + 1) if system[b, j]]
-        if not seen:
-            continue
-        normed = {j: norm(x[b, j].double(), w["norm1"]) for j in {*seen, i}}
-        q = heads(w["q_proj"] @ normed[i], i)
-        k = {j: heads(w["k_proj"] @ normed[j], j) for j in seen}
-        v = {j: (w["v_proj"] @ normed[j]).view(K, C) for j in seen}
-        read = []
-        for h in range(H):
-            group = h // (H // K)  # H / K neighbouring query heads share a key/value head
-            scores = [math.exp(sum(map(float.__mul__, q[h], k[j][group])) / math.sqrt(C)) for j in seen]
-            read.append(sum(s * v[j][group] for s, j in zip(scores, seen, strict=True)) / sum(scores))
-        y = out[b, i] + w["o_proj"] @ torch.cat(read)
-        gate, up = w["gate_proj"] @ norm(y, w["norm2"]), w["up_proj"] @ norm(y, w["norm2"])
-        out[b, i] = y + w["down_proj"] @ (gate / (1 + torch.exp(-gate)) * up)
-    return out
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rope", [False, True], ids=["no rotary", "rotary"])
-def test_the_block_computes_the_equations_of_the_paper(rope):
-    block = trained_block(rope)
-    x = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(2))
-    # fp32 rounding of sums over at most 80 terms; leaving out a head, a norm or a rotation is off by more than 1e-2
-    torch.testing.assert_close(block(x, SYSTEM).double(), oracle(block, x, SYSTEM, rope), atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_without_rotary_the_distance_to_the_prompt_does_not_matter():
-    block, token = trained_block(), torch.randn(48, generator=torch.Generator().manual_seed(2))
-    x = torch.randn(1, 60, 48, generator=torch.Generator().manual_seed(3))
-    x[0, 10] = x[0, 59] = token
-    system = torch.arange(60)[None] < 4
-    near, far = block(x, system)[0, [10, 59]]
-    torch.testing.assert_close(near, far, atol=1e-6, rtol=0)  # the same sum, perhaps vectorised otherwise
 
 
 def test_ffn_scales_the_width_of_the_feed_forward_part():
@@ -278,45 +144,11 @@ def test_scale_multiplies_what_the_blocks_add():
 # --- bit for bit the base -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@FP32_AND_BF16
-@pytest.mark.parametrize("placement", ["every", "late8th"])
-def test_new_blocks_change_no_bit(placement, dtype):
-    assert torch.equal(attach(base(dtype), placement=placement)(IDS, SYSTEM), base(dtype)(IDS))
-
-
-@torch.no_grad()
-@FP32_AND_BF16
-@pytest.mark.parametrize("system", [None, torch.zeros_like(SYSTEM)], ids=["no mask", "an empty mask"])
-def test_trained_blocks_change_no_bit_of_a_batch_without_a_system_message(system, dtype):
-    assert torch.equal(trained(dtype, placement="every")(IDS, system), base(dtype)(IDS))
-
-
 @FP32_AND_BF16
 def test_in_training_a_row_without_a_system_message_keeps_every_bit_beside_rows_that_have_one(dtype):
     hidden, plain = trained(dtype, placement="every").train()(IDS, SYSTEM), base(dtype).train()(IDS)
     assert hidden.requires_grad
     assert torch.equal(hidden[1], plain[1])
-
-
-@FP32_AND_BF16
-def test_tokens_before_the_system_message_keep_every_bit_and_all_others_move(dtype):
-    hidden, plain = trained(dtype, placement="every")(IDS, SYSTEM), base(dtype)(IDS)
-    moved = [(hidden[b] != plain[b]).any(dim=-1).nonzero().flatten().tolist() for b in (0, 2)]
-    assert moved == [list(range(2, 20)), list(range(20))]
-
-
-PROMPTS = [IDS[0, :12], IDS[1, :17], IDS[2, :20], IDS[1, :3]]
-SYSTEMS = [SYSTEM[0, :12], SYSTEM[1, :17], SYSTEM[2, :20], SYSTEM[1, :3]]  # the second and the last have none
-
-
-def generated_logits(model: Transformer, systems: list[Tensor] | None) -> Tensor:
-    """The logits (step, row, V) by which generate chose its tokens."""
-    head, steps = model.logits, []
-    model.logits = lambda hidden: steps.append(head(hidden)) or steps[-1]
-    model.generate(PROMPTS, systems, max_new_tokens=12, stop_ids=[])
-    model.logits = head
-    return torch.stack(steps)
 
 
 @FP32_AND_BF16
@@ -396,14 +228,6 @@ def test_rows_that_end_early_take_their_anchor_with_them():
     assert model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[stop]) == expected
 
 
-def test_keys_and_values_of_the_prompt_are_computed_once_a_generation():
-    model, calls = trained(), Counter()
-    for b, block in model.inserted.items():
-        block.k_proj.register_forward_hook(lambda *_, b=b: calls.update([b]))
-    model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[])
-    assert calls == {"7": 1, "8": 1}
-
-
 def test_a_block_caches_nothing_while_gradients_are_on():
     cache = {}
     trained_block()(torch.randn(3, 20, 48), SYSTEM, cache)
@@ -419,20 +243,11 @@ def test_the_model_takes_no_cache_while_gradients_are_on():
 
 # --- training -----------------------------------------------------------------------------------------------------
 
-TARGETS = IDS.roll(-1, dims=1).where(torch.arange(20) >= 12, -1)
-
 
 def gradients(model: Transformer, ids: Tensor, system: Tensor, targets: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model.loss(model(ids, system), targets)[0].backward()
     return {name: p.grad.clone() for name, p in model.inserted.named_parameters()}
-
-
-def test_only_the_blocks_ask_for_a_gradient():
-    model = attach(base())
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        f"inserted.{n}" for n, _ in model.inserted.named_parameters()
-    }
 
 
 def test_the_optimizer_keeps_state_for_the_blocks_alone_and_moves_nothing_else():
@@ -444,15 +259,6 @@ def test_the_optimizer_keeps_state_for_the_blocks_alone_and_moves_nothing_else()
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in frozen.items())
 
 
-def test_the_first_step_moves_the_two_projections_that_start_at_zero():
-    model = attach(base())
-    grads = gradients(model, IDS, SYSTEM, TARGETS)
-    # behind a zero W_O or W_D nothing else has a gradient yet
-    assert {name for name, grad in grads.items() if grad.any()} == {
-        f"{b}.{part}.weight" for b in (7, 8) for part in ("o_proj", "down_proj")
-    }
-
-
 def test_every_weight_of_a_trained_block_has_a_gradient():
     grads = gradients(trained(), IDS, SYSTEM, TARGETS)
     assert len(grads) == 2 * 9 and all(grad.any() for grad in grads.values())
@@ -462,27 +268,6 @@ def test_adapters_stay_in_fp32_on_a_bf16_backbone():
     model = attach(base(torch.bfloat16))
     assert {p.dtype for p in model.inserted.parameters()} == {torch.float32}
     assert model(IDS, SYSTEM).dtype == torch.bfloat16
-
-
-def places_that_save(model: Transformer) -> set[str]:
-    """The layers and blocks in whose forward pass a tensor is saved for the backward pass."""
-    place, saved = [], Counter()
-    named = {f"layer {i}": layer for i, layer in enumerate(model.layers, start=1)}
-    named |= {f"block {b}": block for b, block in model.inserted.items()}
-    for name, module in named.items():
-        module.register_forward_pre_hook(lambda *_, name=name: place.append(name))
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[place[-1]] += 1
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(IDS, SYSTEM)
-    return set(saved)
-
-
-def test_layers_below_the_first_block_build_no_graph():
-    assert places_that_save(attach(base())) == {"block 7", "layer 8", "block 8"}
 
 
 def test_rows_that_see_nothing_pass_their_gradient_on_untouched():

@@ -10,9 +10,12 @@ import torch
 
 import eval
 from data.chat import Tokenizer
-from eval import SETS, ask, ask_base, compare, judge, load_runs, load_sets, read_jsonl, show, summarize, write_jsonl
+from data.files import read_jsonl, write_jsonl
+from data.hierarchy.prepare import TESTS, load
+from data.report import compare, judge, load_runs, show, summarize
+from eval import ask, ask_base
 from model import Transformer
-from tests.conftest import run
+from tests.small import run
 
 
 def verdicts(name: str, kept: int, n: int) -> list[dict]:
@@ -36,7 +39,7 @@ def test_the_bootstrap_interval_agrees_with_the_binomial_one():
 def test_replies_come_back_in_the_order_of_the_prompts_whatever_the_batches(tiny):
     """fp32: a batch gives the tokens that single prompts give."""
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
-    examples = [e for e in load_sets(2) if e["set"] != "shots24"]
+    examples = [e for e in load(2) if e["set"] != "shots24"]
     together = dict(ask(model, tok, examples, max_new_tokens=5))
     alone = dict(ask(model, tok, examples, max_new_tokens=5, batch_tokens=1))
     assert together == alone
@@ -44,8 +47,8 @@ def test_replies_come_back_in_the_order_of_the_prompts_whatever_the_batches(tiny
 
 
 def test_load_sets_takes_the_first_prompts_of_every_set():
-    names = [e["set"] for e in load_sets(3)]
-    assert names == [name for name in SETS for _ in range(3)]
+    names = [e["set"] for e in load(3)]
+    assert names == [name for name in TESTS for _ in range(3)]
 
 
 def test_an_evaluation_keeps_replies_that_rescore_recounts_to_the_same_table(tiny, tmp_path):
@@ -136,7 +139,7 @@ def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path,
     asked = []
     monkeypatch.setattr(eval, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
-    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
     assert first == again and len(asked) == 1
 
@@ -150,7 +153,7 @@ def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path
     asked = []
     monkeypatch.setattr(eval, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
-    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(2)
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(2)
     expected = ask_base(model, tok, examples, tiny)
     (file,) = tmp_path.iterdir()
     lines = file.read_text().splitlines(keepends=True)
@@ -161,7 +164,7 @@ def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path
 def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(eval, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
-    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     ask_base(model, tok, examples, tiny)
     monkeypatch.setattr("data.hierarchy.score.score", lambda example, reply: {"kept": True, "right": None})
     assert all(row["scores"] == {"kept": True, "right": None} for row in ask_base(model, tok, examples, tiny))
@@ -171,7 +174,7 @@ def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_pa
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(eval, "CACHE", tmp_path / "file")  # no directory can be made there
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
-    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load_sets(1)
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     assert ask_base(model, tok, examples, tiny) == answered(examples)
 
 
@@ -181,12 +184,12 @@ def test_the_base_is_asked_again_when_anything_that_its_replies_depend_on_change
     monkeypatch.setattr(eval, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or [])
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
-    ask_base(model, tok, load_sets(1), folder)
+    ask_base(model, tok, load(1), folder)
     if change == "weights":
         shutil.copyfile(tiny / "model.safetensors", folder / "model.safetensors")  # written again: perhaps others
     if change == "dtype":
         model = model.to(torch.bfloat16)
-    ask_base(model, tok, load_sets(2 if change == "prompts" else 1), folder)
+    ask_base(model, tok, load(2 if change == "prompts" else 1), folder)
     assert len(asked) == 2
 
 
@@ -272,7 +275,7 @@ def test_real_runs_of_two_methods_are_compared(tiny, tmp_path):
         assert done.returncode == 0, done.stderr
     done = run("eval.py", "--compare", tmp_path / "cal", tmp_path / "lora")
     assert done.returncode == 0, done.stderr
-    for name in SETS:
+    for name in TESTS:
         assert f"| hierarchy | {name} | kept | 2 |" in done.stdout
 
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from cal import attach
-from model import Cache, Config, Linear, Transformer, attend
+from model import Cache, Config, Transformer, attend
+from tests.small import assert_one_sentence
 
 ROOT = Path(__file__).parent.parent
 
@@ -353,11 +354,7 @@ def test_a_reply_ends_where_the_context_ends_and_the_other_rows_go_on(llama):
     assert replies == [model.generate([prompt], max_new_tokens=20)[0] for prompt in prompts]
 
 
-def assert_one_sentence(error: pytest.ExceptionInfo, *words: str) -> None:
-    message = str(error.value)
-    assert "\n" not in message and 20 < len(message) < 400, message
-    for word in words:
-        assert word in message, message
+
 
 
 BAD_INPUT = (ValueError, FileNotFoundError)
@@ -384,14 +381,7 @@ def test_system_flags_of_another_length_than_the_prompt_are_refused_with_a_sente
     flags[1] = flags[1][1:]
     with pytest.raises(ValueError) as error:
         Transformer.from_pretrained(llama[0]).generate(RAGGED, flags)
-    assert_one_sentence(error, "prompt 1", "system")
-
-
-def test_an_id_beyond_the_vocabulary_is_refused_with_a_sentence(llama):
-    model = Transformer.from_pretrained(llama[0])
-    with pytest.raises(ValueError) as error:
-        model.generate([torch.tensor([0, model.config.vocab_size])])
-    assert_one_sentence(error, str(model.config.vocab_size), "vocabulary")
+    assert_one_sentence(error, "as many system flags")
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_a_sentence(llama):
@@ -522,7 +512,8 @@ def test_packed_weights_change_no_bit(B, T, smollm2):
     model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16)
     ids = torch.randint(0, 49152, (B, T), generator=torch.Generator().manual_seed(0))
     plain = model.logits(model(ids))
-    assert torch.equal(model.pack().logits(model(ids)), plain) and model.layers[0].mlp.packed and model.packed
+    assert torch.equal(model.pack().logits(model(ids)), plain)
+    assert all("forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear))  # all are packed
 
 
 @torch.no_grad()
@@ -538,13 +529,12 @@ def test_packed_weights_change_no_bit_of_any_family(family, tmp_path):
 @torch.no_grad()
 @BF16_PRODUCTS
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
-@pytest.mark.parametrize("kind", [Linear, torch.nn.Linear])
-def test_a_layer_put_in_the_place_of_a_packed_one_is_used(kind, name, smollm2):
+def test_a_layer_put_in_the_place_of_a_packed_one_is_used(name, smollm2):
     model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack()
     part, name = name.split(".")
     part = getattr(model.layers[0], part)
     old = getattr(part, name)
-    new = kind(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+    new = torch.nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
     new.weight.copy_(old.weight).mul_(0.5)
     before = model(torch.arange(9)[None])
     setattr(part, name, new)
@@ -563,10 +553,19 @@ def test_a_packed_model_that_was_trained_itself_uses_its_new_weights(then, smoll
     assert not torch.equal(model(torch.arange(9)[None]), before)
 
 
+@torch.no_grad()
 @BF16_PRODUCTS
-def test_a_lora_frees_the_packed_weights_that_it_can_not_use(smollm2):
-    model = attach(Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack(), "lora", rank=1)
-    assert not any(getattr(module, "packed", None) for module in model.layers.modules())
+@pytest.mark.parametrize("how", ["in place", "load_state_dict", "assigned"])
+def test_weights_that_change_after_they_were_packed_are_used(how, smollm2):
+    model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack()
+    before, ids = model(torch.arange(9)[None]), torch.arange(9)[None]
+    changed = {name: tensor * 0.5 for name, tensor in model.layers[3].mlp.state_dict().items()}
+    if how == "in place":
+        model.layers[3].mlp.up_proj.weight.mul_(0.5)
+    else:
+        model.layers[3].mlp.load_state_dict(changed, assign=how == "assigned")
+    now = model(ids)
+    assert not torch.equal(now, before) and torch.equal(model.pack()(ids), now)
 
 
 @BF16_PRODUCTS
@@ -790,25 +789,4 @@ def test_an_index_that_leaves_the_directory_is_refused_though_the_file_is_there(
     assert (sharded / outside).exists()
     with pytest.raises(BAD_INPUT) as error:
         Transformer.from_pretrained(sharded)
-    assert_one_sentence(error, "stray.safetensors", "outside")
-
-
-@pytest.mark.parametrize("sizes", [{"num_key_value_heads": 3}, {"head_dim": 15}])
-def test_heads_that_do_not_fit_together_are_refused_with_a_sentence(sizes, tmp_path):
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 16, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError) as error:
-        Config.from_file(tmp_path / "config.json")
-    assert_one_sentence(error, "config.json", "multiple")
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim"])
-@pytest.mark.parametrize("value", ["12", [1], -1, 0.5, 10**30])
-def test_a_size_of_the_wrong_kind_is_refused_with_a_sentence(key, value, tmp_path):
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 16, key: value}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError) as error:
-        Config.from_file(tmp_path / "config.json")
-    assert_one_sentence(error, "config.json")
+    assert_one_sentence(error, "stray.safetensors", "no file beside it")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cal import attach, trainable
 from model import Config, Transformer
 from tests import plan as module
-from tests.conftest import ROOT, run
+from tests.small import ROOT, run
 from tests.plan import Ledger, plan
 from train import flops
 

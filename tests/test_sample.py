@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cal import attach, save_adapter
 from model import Transformer
-from tests.conftest import ROOT, run
+from tests.small import ROOT, run
 
 RULE = "Start every reply with [maple] and then answer."
 QUESTION = "What is the capital of France?"

@@ -22,7 +22,9 @@ from data.msj.prepare import SHOTS
 from data.msj.prepare import prepare as prepare_msj
 from data.msj.score import score as score_msj
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
-from eval import TASKS, ask, choose, load_runs, read_jsonl, show, summarize
+from data.files import read_jsonl
+from data.report import TASKS, load_runs, notes, show, summarize
+from eval import ask, choose
 from model import Transformer
 from sample import prompt
 
@@ -244,7 +246,7 @@ def test_prompts_beyond_the_context_are_left_out_counted_and_never_cut(tiny, tmp
     judged = [{**row, "scores": {} if row["reply"] is None else {"kept": True}} for row in rows[:2]]
     table = summarize(judged)
     assert table["all"]["kept"]["n"] == 1
-    assert "1 of 2 prompts do not fit" in eval.notes(judged, table)
+    assert "1 of 2 prompts do not fit" in notes(judged, table)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -479,7 +481,7 @@ def test_sysbench_is_scored_by_the_verdicts_of_the_judge_named(examples, tiny, t
         asked.append((model, [len(row["reply"]) for row in rows]))
         return [[{"1": True}, {"1": False}] for _ in rows]
 
-    monkeypatch.setattr(eval, "ask_judge", ask_judge)
+    monkeypatch.setattr("data.sysbench.judge.judge", ask_judge)
     flags = ("--base", tiny, "--tasks", "sysbench", "--judge", "a-model", "--max_new_tokens", 2, "--out", tmp_path / "o")
     done = run(*flags)
     assert done.returncode == 0, done.stderr
@@ -499,10 +501,10 @@ def test_a_judge_that_does_not_answer_is_the_reason_of_its_row_and_nothing_is_lo
     def dead(*_: object) -> None:
         raise ConnectionError("the judge does not answer")
 
-    monkeypatch.setattr(eval, "ask_judge", dead)
+    monkeypatch.setattr("data.sysbench.judge.judge", dead)
     done = run(*flags, "--out", tmp_path / "o")
     assert done.returncode == 0 and "not run: the judge does not answer" in done.stdout and "| rules | 1 |" in done.stdout
-    monkeypatch.setattr(eval, "ask_judge", lambda rows, *_: [[{"1": True}]] * len(rows))
+    monkeypatch.setattr("data.sysbench.judge.judge", lambda rows, *_: [[{"1": True}]] * len(rows))
     monkeypatch.setattr(Transformer, "generate", None)  # every reply is there
     assert "CSR" in run(*flags, "--out", tmp_path / "o").stdout
 

@@ -14,7 +14,7 @@ import torch
 from data import tokens
 from data.chat import Tokenizer, render
 from data.tokens import Conversation, Conversations, States, collate
-from tests.conftest import ROOT, TURNS, write_data
+from tests.small import ROOT, TURNS, write_data
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
-from tests.conftest import package_file
+from tests.small import package_file
 
 ALPHABET = bytes_to_unicode()  # byte -> the character that spells it
 

@@ -4,11 +4,13 @@ asks one thing after another; the model's own replies are the history. What SysB
 fade from turn to turn) is here checked by program, since IFEval's rules hold for any request.
 """
 
+import argparse
 import random
 import re
 from pathlib import Path
 
-from data.download import write_examples
+from data.chat import Tokenizer
+from data.files import write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
@@ -48,6 +50,13 @@ def prepare(folder: Path = HERE) -> list[dict]:
         kept = {name: example[name] for name in ("id", "instructions", "kwargs")}
         examples.append({**kept, "messages": example["messages"][:-1], "turns": turns})
     return write_examples(folder, examples)
+
+
+def finish(examples: list[dict], args: argparse.Namespace, tok: Tokenizer) -> list[dict]:
+    """The chosen examples with the first of their turns, as many as eval.py's --turns says."""
+    if args.turns > MOST_TURNS:
+        raise ValueError(f"--turns is {args.turns}: its conversations have {MOST_TURNS}")
+    return [{**example, "turns": example["turns"][: args.turns]} for example in examples]
 
 
 if __name__ == "__main__":

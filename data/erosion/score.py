@@ -2,6 +2,7 @@
 
 from data.ifeval.score import verify
 
+AXIS = "turn"  # what eval.py --plot draws over
 MAX_NEW_TOKENS = 256  # our choice: five replies of IFEval's 1,280 would not fit the context of small models
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from data.download import HUB, download, write_examples
+from data.download import HUB, download
+from data.files import write_examples
 from data.glaive.score import TAG, parse_call
 
 HERE = Path(__file__).parent

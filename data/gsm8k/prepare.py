@@ -4,12 +4,12 @@
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import read_published, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
@@ -19,30 +19,19 @@ EXEMPLARS = HERE / "exemplars.txt"
 ANSWER = re.compile(r"#### (-?\d[\d,]*(?:\.\d+)?)\s*$")  # how every solution of the data set ends
 
 
-def read_questions(file: Path) -> list[tuple[str, str]]:
-    """The questions and the numbers that answer them, without thousands separators. ValueError names a damaged line."""
-    questions = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                answer = ANSWER.search(record["answer"])
-                if not answer or not isinstance(record["question"], str):
-                    raise ValueError
-                questions.append((record["question"], answer[1].replace(",", "")))
-            except (ValueError, RecursionError, TypeError, KeyError):
-                what = 'no question with a solution that ends in "#### number"'
-                raise ValueError(f"{file} line {number} is {what}: delete the file and run this again") from None
-    if not questions:
-        raise ValueError(f"{file} is empty: delete it and run this again")
-    return questions
+def read_question(record: dict) -> tuple[str, str]:
+    """A question, and the number that answers it, without thousands separators."""
+    question, answer = record["question"], ANSWER.search(record["answer"])
+    if not answer or not isinstance(question, str):
+        raise ValueError('no question with a solution that ends in "#### number"')
+    return question, answer[1].replace(",", "")
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
     """Write folder/examples.jsonl, and return the examples. ValueError and OSError are one sentence."""
     exemplars = EXEMPLARS.read_text(encoding="utf-8")
-    examples = []
-    for number, (question, answer) in enumerate(read_questions(download(URL, folder / "raw" / "test.jsonl"))):
+    examples, raw = [], download(URL, folder / "raw" / "test.jsonl")
+    for number, (question, answer) in enumerate(read_published(raw, read_question)):
         prompt = f"{exemplars}\nQ: {question}\nA:"
         messages = [{"role": "user", "content": prompt}]
         examples.append({"id": str(number), "messages": messages, "answer": answer})  # numbers count from 0

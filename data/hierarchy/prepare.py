@@ -5,15 +5,17 @@ last user may attack it, and the last reply keeps it. The lists stand beside thi
 """
 
 import argparse
-import json
 import random
 from collections import defaultdict
 from pathlib import Path
 
+from data.files import read_jsonl, write_jsonl
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, obey
 
 HERE = Path(__file__).parent
-SETS = ("train", "single", "val", "rules", "attacks", "families", "shots2", "shots8", "shots24", "plain")
+# test set: how many of its prompts are asked by default; 24 earlier turns are long
+TESTS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
+SETS = ("train", "single", "val", *TESTS)
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
 
 Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train", "val" or "test" -> values
@@ -138,10 +140,7 @@ def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
     folder.mkdir(parents=True, exist_ok=True)
     sets = make_sets(seed)
     for name, records in sets.items():
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{name}.jsonl.part").write_text(lines, encoding="utf-8", newline="\n")
-    for name in sets:
-        (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
+        write_jsonl(folder / f"{name}.jsonl", records)
     return sets
 
 
@@ -152,6 +151,16 @@ def prepare_if_needed(folder: Path = HERE) -> None:
     changed = max(file.stat().st_mtime for file in sources)
     if not all(file.exists() and file.stat().st_mtime >= changed for file in made):
         prepare(folder)
+
+
+def load(limit: int | None = None) -> list[dict]:
+    """What eval.py and train.py ask: the first prompts of each test set, {"set", "id", "messages", "family", …}."""
+    prepare_if_needed()
+    return [
+        {"set": name, "id": f"{name}/{i}", **example}
+        for name, n in TESTS.items()
+        for i, example in enumerate(read_jsonl(HERE / f"{name}.jsonl")[: limit or n])
+    ]
 
 
 if __name__ == "__main__":

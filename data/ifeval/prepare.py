@@ -1,11 +1,11 @@
 """Make IFEval's 541 prompts (Zhou et al. 2023, arXiv 2311.07911): `python -m data.ifeval.prepare`."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import read_published, write_examples
 from data.ifeval.score import CHECKERS
 
 HERE = Path(__file__).parent
@@ -35,14 +35,8 @@ def make_examples(url: str, folder: Path, messages: Callable[[dict], list[dict]]
     order. messages: what is said to the model, from a line's record. Raises ValueError for a damaged file, and what
     data.download.download raises.
     """
-    raw, examples = download(url, folder / "raw" / url.rsplit("/", 1)[-1]), []
-    for number, line in enumerate(raw.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
-        try:
-            record = json.loads(line)
-            examples.append(make_example(record, messages(record)))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            reason = f"{raw}, line {number}, is no prompt of IFEval ({error})"
-            raise ValueError(f"{reason}: delete the file and run this again") from None
+    raw = download(url, folder / "raw" / url.rsplit("/", 1)[-1])
+    examples = read_published(raw, lambda record: make_example(record, messages(record)))
     return write_examples(folder, examples)
 
 

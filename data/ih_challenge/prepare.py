@@ -15,7 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from data.download import HUB, download, json_lines, write_examples
+from data.download import HUB, download
+from data.files import json_lines, write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = f"{HUB}/datasets/openai/ih-challenge/resolve/main"

@@ -5,6 +5,7 @@ environment and a temporary directory that is deleted afterwards. That guards a 
 grow. It is no prison: allowed code can read and delete whatever the user can.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,6 +19,14 @@ MAX_NEW_TOKENS = 512  # our choice: no default is published
 TIME_LIMIT = 5.0  # our choice: seconds, the start of the process included
 MEMORY_LIMIT = 512 << 20  # our choice: bytes
 RUNNER = Path(__file__).parent / "run_grader.py"
+
+
+OPTIONS = ("allow_code",)  # the flags of eval.py that score() takes
+
+
+def refuse(args: argparse.Namespace) -> str | None:
+    """Why the task can't be run with these flags of eval.py."""
+    return None if args.allow_code else "its graders are downloaded code: --allow_code runs them"
 
 
 def score(example: dict, reply: str, allow_code: bool = False) -> dict[str, bool | None]:

@@ -3,12 +3,13 @@ Long-IFEval: `python -m data.long_ifeval.prepare`. The rules of sys_ifeval stand
 the very end, and between them filler, until the prompt has 1,000 to 32,000 tokens: do rules fade with distance?
 """
 
+import argparse
 import random
 from pathlib import Path
 from textwrap import wrap
 
 from data.chat import Tokenizer, render
-from data.download import write_examples
+from data.files import write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
@@ -36,6 +37,21 @@ def prepare(folder: Path = HERE) -> list[dict]:
     """
     examples = prepare_sys_ifeval(folder)
     return write_examples(folder, [e for e in examples if "combination:repeat_prompt" not in e["instructions"]])
+
+
+def spread(examples: list[dict], args: argparse.Namespace) -> list[dict]:
+    """Each example at each of eval.py's --lengths, which --limit then chooses from."""
+    return [
+        {**e, "base": e["id"], "id": f"{e['id']}/{n}", "group": f"{n} tokens", "length": n}
+        for n in dict.fromkeys(args.lengths)
+        for e in examples
+    ]
+
+
+def finish(examples: list[dict], args: argparse.Namespace, tok: Tokenizer) -> list[dict]:
+    """The chosen examples with their filler: prose that is made here, or eval.py's --filler."""
+    filler = read_filler(args.filler)
+    return [lengthen(example, tok, filler) for example in examples]
 
 
 def read_filler(file: Path | None) -> list[str] | None:

@@ -2,7 +2,9 @@
 
 from data.ifeval.score import MAX_NEW_TOKENS, every, verify
 
-__all__ = ["MAX_NEW_TOKENS", "score"]
+__all__ = ["AXIS", "MAX_NEW_TOKENS", "score"]
+
+AXIS = "tokens"  # what eval.py --plot draws over
 
 
 def score(example: dict, reply: str) -> dict[str, bool | None | list[bool | None]]:

@@ -11,7 +11,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import write_examples
 
 HERE = Path(__file__).parent
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"

@@ -7,7 +7,7 @@ question. The idea is Anil et al.'s (2024): the longer the history of misbehavio
 import random
 from pathlib import Path
 
-from data.download import write_examples
+from data.files import write_examples
 from data.hierarchy.prepare import conversation, make_pools
 from data.hierarchy.score import FAMILIES
 

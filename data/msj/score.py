@@ -2,6 +2,7 @@
 
 from data.hierarchy.score import follows
 
+AXIS = "shots"  # what eval.py --plot draws over
 MAX_NEW_TOKENS = 32  # our choice: the rules ask for short replies
 
 

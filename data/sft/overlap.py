@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.download import json_lines
+from data.files import json_lines
 
 DATA = Path(__file__).parent.parent
 GRAM = 13  # words that, in a row, tell where a text comes from (arXiv 2005.14165, appendix C)

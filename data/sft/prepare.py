@@ -33,7 +33,8 @@ except ImportError:  # Windows
     fcntl = None
 
 from data import download as net
-from data.download import download, file_hash, json_lines, stamps
+from data.download import download
+from data.files import file_hash, json_lines, read_json, stamps, write_json
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
@@ -212,12 +213,6 @@ def take(
     return counts, keys
 
 
-def write_json(file: Path, content: dict) -> None:
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
-    part.replace(file)
-
-
 def deal(kept: list[Path], folder: Path, seed: int) -> None:
     """Shuffles the conversations of the files in `kept` into folder/train.jsonl and folder/val.jsonl."""
     places = []  # (file, offset): the texts stay on the disk
@@ -277,7 +272,7 @@ def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
     state_file = raw / "state.json"
     state = {"key": key, "counts": {}, "seen": []}
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: all is done again
-        earlier = json.loads(state_file.read_text())
+        earlier = read_json(state_file)
         state = earlier if earlier["key"] == key else state
     counts: dict[str, dict] = state["counts"]
     kept, seen = [], set(state["seen"])

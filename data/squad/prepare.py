@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import write_examples
 
 HERE = Path(__file__).parent
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"

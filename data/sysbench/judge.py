@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.files import end_with_a_line, json_lines
 from data.sysbench.score import judge_messages, parse_verdict
 
 TIMEOUT = 120.0  # seconds for one answer
@@ -129,14 +130,11 @@ def read_verdicts(file: Path) -> dict[str, dict[str, bool] | None]:
     """The kept verdicts by key. A last line that was cut short, by a run that was killed, is taken off the file."""
     if not file.exists():
         return {}
-    whole, end, cut = file.read_bytes().rpartition(b"\n")
-    if cut:
-        os.truncate(file, len(whole + end))
+    end_with_a_line(file)
     kept = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for place, record in json_lines(file):
         try:
-            record = json.loads(line)
             kept[record["key"]] = record["verdict"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{file} line {number} is no verdict ({error}): mend or delete it") from None
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{place} is no verdict ({error}): mend or delete it") from None
     return kept

@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = "https://raw.githubusercontent.com/PKU-Baichuan-MLSystemLab/SysBench/main"

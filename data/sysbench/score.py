@@ -8,7 +8,10 @@ SSR  session stability rate: how many turns from the first on hold without a bre
 A turn's verdict is a dict: criterion number -> whether it holds. None: the judge gave no verdict.
 """
 
+import argparse
 import re
+
+from data.files import CACHE
 
 MAX_NEW_TOKENS = 2048  # of the benchmark's models/qwen2_7b.py
 
@@ -112,18 +115,33 @@ def parse_verdict(text: str) -> dict[str, bool] | None:
     return {criterion[1]: criterion[2] == "是" for criterion in criteria}
 
 
-def score(example: dict, replies: list[str], verdicts: list[dict[str, bool] | None]) -> dict:
-    """The three rates of one conversation, from one verdict a turn; the replies themselves are the judge's to read.
+def refuse(args: argparse.Namespace) -> str | None:
+    """Why the task can't be run with these flags of eval.py."""
+    return None if args.judge else "--judge names the model that judges it, at $OPENAI_BASE_URL"
+
+
+def verdicts(rows: list[dict], args: argparse.Namespace) -> list[dict]:
+    """The rows with the judge's "verdicts", one a turn; None for each turn of a conversation that did not fit."""
+    from data.sysbench.judge import judge  # not above: it imports this file
+
+    whole = [row for row in rows if None not in row["reply"]]
+    said = dict(zip((row["id"] for row in whole), judge(whole, args.judge, (args.out or CACHE) / "verdicts.jsonl")))
+    return [{**row, "verdicts": said.get(row["id"], [None] * len(row["turns"]))} for row in rows]
+
+
+def score(example: dict, replies: list[str]) -> dict:
+    """
+    The three rates of one conversation, from example["verdicts"], one a turn; the replies are the judge's to read.
 
     "CSR": a bool for each criterion of all turns; "ISR": a bool for each turn; "SSR": float in 0..1 (tab4_turn.py of
     the benchmark). None stands wherever a missing verdict leaves it open.
     """
     csr = [
         None if verdict is None else verdict[number]
-        for criteria, verdict in zip(example["criteria"], verdicts)
+        for criteria, verdict in zip(example["criteria"], example["verdicts"])
         for number in criteria
     ]
-    isr = [None if verdict is None else all(verdict.values()) for verdict in verdicts]
+    isr = [None if verdict is None else all(verdict.values()) for verdict in example["verdicts"]]
     held = next((turn for turn, holds in enumerate(isr) if not holds), len(isr))  # turns before the first break
     undecided = held < len(isr) and isr[held] is None
     return {"CSR": csr, "ISR": isr, "SSR": None if undecided else held / len(isr)}

@@ -6,44 +6,26 @@ and the 1,060 honest users of the same accounts (helpful). The game had a defenc
 there is such a post-prompt it is the end of the user's message, as published; the paper's headline leaves these out.
 """
 
-import json
 import sys
+from functools import partial
 from pathlib import Path
 
-from data.download import download, write_examples
+from data.download import download
+from data.files import read_published, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/normster/RealGuardrails/main/evals/tensortrust/inputs"
 GROUPS = ("hijacking", "extraction", "helpful")
 
 
-def is_record(record: object) -> bool:
-    """Whether this is what RealGuardrails publishes: a system and a user message, and what belongs to them."""
-    try:
-        messages = [(message["role"], type(message["content"])) for message in record["messages"]]
-        code, post_prompt = record["access_code"], record["has_post_prompt"]
-        named = isinstance(record["id"], int) and isinstance(code, str) and code != ""
-        return messages == [("system", str), ("user", str)] and named and isinstance(post_prompt, bool)
-    except (KeyError, TypeError):
-        return False
-
-
-def read_examples(file: Path, group: str) -> list[dict]:
-    """The examples of one published file, in its order. ValueError names the line that is none."""
-    examples = {}
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if not is_record(record) or record["id"] in examples:
-                raise ValueError(f"{file} line {number} is no record, or repeats an id: delete it and run this again")
-            rest = {key: record[key] for key in ("messages", "access_code", "has_post_prompt")}
-            examples[record["id"]] = {"id": f"{group}-{record['id']}", "group": group, **rest}
-    if not examples:
-        raise ValueError(f"{file} is empty: delete it and run this again")
-    return list(examples.values())
+def make_example(record: dict, group: str) -> dict:
+    """An example of what RealGuardrails publishes: a system and a user message, and what belongs to them."""
+    messages = [(message["role"], type(message["content"])) for message in record["messages"]]
+    kinds = [type(record[key]) for key in ("id", "access_code", "has_post_prompt")]
+    if messages != [("system", str), ("user", str)] or kinds != [int, str, bool] or not record["access_code"]:
+        raise ValueError("it is no conversation with an access code")
+    rest = {key: record[key] for key in ("messages", "access_code", "has_post_prompt")}
+    return {"id": f"{group}-{record['id']}", "group": group, **rest}
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
@@ -54,7 +36,9 @@ def prepare(folder: Path = HERE) -> list[dict]:
     examples = []
     for group in GROUPS:
         file = download(f"{URL}/{group}.jsonl", folder / "raw" / f"{group}.jsonl")
-        examples += read_examples(file, group)
+        examples += read_published(file, partial(make_example, group=group))
+    if len({example["id"] for example in examples}) < len(examples):
+        raise ValueError(f"a file in {folder / 'raw'} repeats an id: delete them and run this again")
     return write_examples(folder, examples)
 
 
