@@ -4,8 +4,7 @@ Queries come from every token, keys and values only from the system prompt's tok
 is anchored to the operator's words anew, whatever the conversation has become. Only these blocks are trained.
 Beside it stand the baselines of the paper's comparison, LoRA and ParallelMLP, with as many parameters.
 
-Shapes in the comments: B batch, T tokens, S system tokens, D width, H query heads, K key/value heads, C head width,
-L layers.
+Shapes in the comments are named as in model.py, and S is the system tokens.
 """
 
 import shutil
@@ -16,14 +15,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from data.files import read_json, write_json, write_whole
 from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
 
-# ----------------------------------------------------------------------------------------------------------------------
-# who sees whom
+# --- who sees whom -----------------------------------------------------------------------------------------------------
 
 
 def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,8 +39,7 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     return positions, mask
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the block
+# --- the block ---------------------------------------------------------------------------------------------------------
 
 
 class Linear(nn.Linear):
@@ -64,30 +61,24 @@ class CrossAttentionLayer(nn.Module):
     def __init__(self, c: Config, rope: bool = False, ffn: float = 1.0):
         super().__init__()
         # our choice: pre-norm, the backbone's own head counts, SwiGLU of ffn times the backbone's width, no bias
-        hidden = max(1, round(ffn * c.intermediate_size))
         self.config, self.rope, self.scale = c, rope, 1.0
+        self.width = width = max(1, round(ffn * c.intermediate_size))
         self.norm1 = RMSNorm(c.hidden_size, c.norm_eps)
         self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim)
         self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim)
         self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim)
         self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size)
         self.norm2 = RMSNorm(c.hidden_size, c.norm_eps)
-        self.gate_proj = Linear(c.hidden_size, hidden)
-        self.up_proj = Linear(c.hidden_size, hidden)
-        self.down_proj = Linear(hidden, c.hidden_size)
+        self.gate_proj = Linear(c.hidden_size, width)
+        self.up_proj = Linear(c.hidden_size, width)
+        self.down_proj = Linear(width, c.hidden_size)
         for proj in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
             nn.init.normal_(proj.weight, std=c.hidden_size**-0.5)  # our choice: outputs as large as inputs
         for proj in (self.o_proj, self.down_proj):
             nn.init.zeros_(proj.weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        system: Tensor | None,
-        cache: dict[str, Tensor] | None = None,
-        anchor: tuple[Tensor, Tensor] | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, system: Tensor | None, cache: dict[str, Tensor] | None = None,
+                anchor: tuple[Tensor, Tensor] | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
         """x (B, T, D) and system, bool (B, T), give (B, T, D). anchor is attention_mask(system), where that is known
         already. In generation the first call leaves the prompt's keys and values in cache; later calls, whose tokens
         all come after the prompt, read them there, and they never grow. positions (1 or B, T) are those of x's tokens,
@@ -111,9 +102,7 @@ class CrossAttentionLayer(nn.Module):
                 cache.update(k=k, v=v, mask=mask[:, -1:].clone(), sees=sees[:, -1:].clone())
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
             return x
-        if positions is None:
-            positions = torch.arange(T, device=x.device)[None]
-
+        positions = torch.arange(T, device=x.device)[None] if positions is None else positions
         q = self.heads(self.q_proj(self.norm1(x)), positions)  # (B, H, T, C)
         # X' = X + Attn W_O
         y = x.add(self.o_proj(attend(q, k, v, mask)), alpha=self.scale)
@@ -132,8 +121,7 @@ class CrossAttentionLayer(nn.Module):
         return x
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the baselines
+# --- the baselines -----------------------------------------------------------------------------------------------------
 
 
 class ParallelMLP(nn.Module):
@@ -143,7 +131,7 @@ class ParallelMLP(nn.Module):
     def __init__(self, c: Config, width: int):
         super().__init__()
         # our choice: pre-norm, SwiGLU and random values as in CAL, so that the routing alone is what differs
-        self.scale = 1.0
+        self.width, self.scale = width, 1.0
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.gate_proj = Linear(c.hidden_size, width)
         self.up_proj = Linear(c.hidden_size, width)
@@ -192,14 +180,12 @@ def replace(module: nn.Module, kind: type[nn.Module], new: Callable[[nn.Module],
             replace(child, kind, new)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# where the blocks go
+# --- where the blocks go -----------------------------------------------------------------------------------------------
 
 
 def span(first: int, last: int, L: int) -> list[int]:
-    """The boundaries first..last, kept within 1..L, and at least one."""
-    last = max(1, min(last, L))
-    return list(range(max(1, min(first, last)), last + 1))
+    """The boundaries first..last, as far as a backbone of L layers has them, and at least one."""
+    return [b for b in range(first, last + 1) if 1 <= b <= L] or [1]
 
 
 def eighth(L: int) -> int:
@@ -221,22 +207,13 @@ PLACEMENTS: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# attach
+# --- attach ------------------------------------------------------------------------------------------------------------
 
 METHODS = ("cal", "mlp", "lora", "full", "none")
 
 
-def attach(
-    model: Transformer,
-    method: str = "cal",
-    placement: str = "late8th",
-    scale: float = 1.0,
-    rope: bool = False,
-    ffn: float = 1.0,
-    rank: int | None = None,
-    width: int | None = None,
-) -> Transformer:
+def attach(model: Transformer, method: str = "cal", placement: str = "late8th", scale: float = 1.0, rope: bool = False,
+           ffn: float = 1.0, rank: int | None = None, width: int | None = None) -> Transformer:  # fmt: skip
     """Freezes the backbone and adds what the method trains: CAL blocks or ParallelMLP blocks at the placement's
     boundaries, LoRA on every linear of every layer, nothing ("none"); or frees the whole backbone ("full"). LoRA's rank
     and ParallelMLP's width, where they are not given, are those that have as many parameters as CAL at that placement.
@@ -259,10 +236,10 @@ def attach(
             width_of_cal = round((block - c.hidden_size) / (3 * c.hidden_size))
             model.inserted.update({str(b): ParallelMLP(c, width or width_of_cal) for b in boundaries})
         if method == "lora":
-            r = rank or lora_rank(model, block * len(boundaries))
-            replace(model.layers, nn.Linear, lambda linear: LoRALinear(linear, r))
+            rank_of_cal = lora_rank(model, block * len(boundaries))
+            replace(model.layers, nn.Linear, lambda linear: LoRALinear(linear, rank or rank_of_cal))
     model.to(device)
-    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": ffn, "rank": rank, "width": width}
+    model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn), "rank": rank, "width": width}
     set_scale(model, scale)
     return model
 
@@ -295,18 +272,16 @@ def cast(model: Transformer) -> None:
 
 def sizes(model: Transformer) -> str:
     """In a line, what is trained: "17,702,784 parameters, 5 blocks of width 1536 after layers 26, 27, 28, 29, 30"."""
-    count = f"{sum(p.numel() for p in trainable(model).values()):,} parameters"
-    if model.adapter["method"] == "lora":
-        rank = model.layers[0].mlp.up_proj.A.out_features
-        return f"{count}, rank {rank} on every linear of {model.config.n_layers} layers"
+    method, count = model.adapter["method"], f"{sum(p.numel() for p in trainable(model).values()):,} parameters"
+    if method == "lora":
+        return f"{count}, rank {model.layers[0].mlp.up_proj.A.out_features} on every linear of every layer"
     if not model.inserted:
-        return f"{count}, the whole backbone" if trainable(model) else "nothing"
-    blocks = f"{len(model.inserted)} blocks of width {next(iter(model.inserted.values())).gate_proj.out_features}"
-    return f"{count}, {blocks} after layers {', '.join(model.inserted)}"
+        return f"{count}, the whole backbone" if method == "full" else "nothing"
+    width = next(iter(model.inserted.values())).width
+    return f"{count}, {len(model.inserted)} blocks of width {width} after layers {', '.join(model.inserted)}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# save and load
+# --- save and load -----------------------------------------------------------------------------------------------------
 
 
 def base_config(model: Transformer) -> dict:
@@ -343,12 +318,11 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
 @torch.no_grad()
 def load_trainable(model: Transformer, state: dict[str, Tensor]) -> None:
     """Copies the tensors of state into the model's trainable parameters. ValueError where they are not the same."""
-    parameters = trainable(model)
-    if odd := sorted(parameters.keys() ^ state.keys()):
-        raise ValueError(f"{odd[0]} and {len(odd) - 1} more tensors are missing or do not belong there")
-    for name, p in parameters.items():
-        if p.shape != state[name].shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)} instead of {tuple(p.shape)}")
+    ours, theirs = ({name: p.shape for name, p in tensors.items()} for tensors in (trainable(model), state))
+    if odd := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
+        shapes = f"the shape {theirs.get(odd[0])} instead of {ours.get(odd[0])}"
+        raise ValueError(f"{odd[0]}, one of {len(odd)} such tensors, has {shapes}")
+    for name, p in trainable(model).items():
         p.copy_(state[name])
 
 
@@ -378,14 +352,16 @@ def save_merged(model: Transformer, base: str | Path, path: str | Path) -> None:
     base, path = Path(base), Path(path)
     part = path.with_name(f"{path.name}.part")  # whole before it has its name
     part.mkdir(parents=True, exist_ok=True)
-    for file in base.glob("*"):  # the tokenizer and the chat template; not the weights, their index and their source
-        if file.suffix in (".json", ".jinja", ".model") and file.name not in ("source.json", f"{WEIGHTS}.index.json"):
+    for file in base.iterdir():  # the tokenizer and the chat template; not the weights, their index and their source
+        if file.suffix in (".json", ".jinja", ".model") and file.name not in ("source.json", "model.safetensors.index.json"):
             shutil.copyfile(file, part / file.name)
     config = {name: value for name, value in read_json(base / "config.json").items() if name != "dtype"}
     write_json(part / "config.json", config | {"torch_dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch.")})
-    weights = {name if name == "lm_head.weight" else f"model.{name}": p for name, p in model.state_dict().items()}
-    write_whole(part / WEIGHTS, save(weights, metadata={"format": "pt"}))
+    file, state = part / "model.safetensors", model.state_dict()
+    weights = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in state.items()}
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} can't be written ({error}): mend that, and run this again") from None
+    file.chmod(0o644)  # safetensors lets nobody else read it
     part.rename(path)
-
-
-WEIGHTS = "model.safetensors"

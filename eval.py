@@ -40,7 +40,6 @@ import torch
 from tqdm import tqdm
 
 from cal import adapter_info
-from data import report
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.files import (
@@ -54,15 +53,27 @@ from data.files import (
     write_json,
     write_jsonl,
 )
-from data.report import TASKS, group_of, judge, notes, prompt_key, show, summarize
+from data.report import (
+    TASKS,
+    compare,
+    group_of,
+    judge,
+    kept_replies,
+    load_runs,
+    notes,
+    plot,
+    prompt_key,
+    show,
+    show_comparison,
+    summarize,
+)
 from model import Transformer
 from sample import add_model_flags, load, prompt
 
 EXAMPLES = ROOT / "data"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
 
-# ----------------------------------------------------------------------------------------------------------------------
-# examples
+# --- examples ----------------------------------------------------------------------------------------------------------
 
 
 def hook(task: str, part: str, name: str) -> Callable | None:
@@ -107,8 +118,7 @@ def is_example(example: object) -> bool:
     return bool(asks) and all(isinstance(part, list) for part in lists) and example.get("turns") != []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# replies
+# --- replies -----------------------------------------------------------------------------------------------------------
 
 
 def with_system(messages: list[dict], system: str) -> list[dict]:
@@ -211,8 +221,7 @@ def ask(
             progress.update(len(batch))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# data/hierarchy, as train.py asks it
+# --- data/hierarchy, as train.py asks it -------------------------------------------------------------------------------
 
 
 def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> list[dict]:
@@ -238,8 +247,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the command
+# --- the command -------------------------------------------------------------------------------------------------------
 
 
 def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str) -> str:
@@ -323,14 +331,37 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
             end_with_a_line(replies)
 
 
+def print_run(folder: Path, allow_code: bool) -> None:
+    """The tables of a run, from its kept replies."""
+    for task, whens in kept_replies(folder, allow_code=allow_code).items():
+        tables = {when: summarize(rows, task) for when, rows in whens.items()}
+        said = "".join(notes(rows, tables[when]) for when, rows in whens.items())
+        print(f"{task}\n\n{show(tables)}{said}\n")
+
+
+def print_comparison(folders: list[Path], picture: Path | None, allow_code: bool) -> None:
+    """The runs in these directories side by side; the same numbers, and a plot, are written beside them."""
+    groups = load_runs(folders, allow_code=allow_code)
+    table, file = compare(groups), folders[0].parent / "compare.json"
+    print(
+        "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
+        f"paired 95 % intervals\nover the prompts, which do not hold what another seed would change.\n\n"
+        f"{show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
+    )
+    of_run = ("name", "flags", "parameters", "loss", "val_loss", "train_seconds", "peak_memory_gb")
+    runs = {group: [{k: run.get(k) for k in of_run} for run in runs] for group, runs in groups.items()}
+    rows = [{"task": task, "set": group, "measure": name, **row} for (task, group, name), row in table.items()]
+    write_json(file, {"runs": runs, "table": rows})
+    if picture:
+        plot(groups, table, picture)
+
+
 def main() -> None:
     args = read_flags()
     if args.rescore:
-        print(report.rescore(args.rescore, allow_code=args.allow_code))
-        return
+        return print_run(args.rescore, args.allow_code)
     if args.compare:
-        report.print_comparison(args.compare, args.plot, allow_code=args.allow_code)
-        return
+        return print_comparison(args.compare, args.plot, args.allow_code)
     model, tok, path = load(args)
     if args.out:
         open_directory(args, path)

@@ -269,10 +269,10 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        of_hidden, of_head = (torch.zeros_like(x) if asked else None for x, asked in zip((hidden, head), ctx.needs_input_grad))
-        ctx.gradients, loss = (of_hidden, of_head), hidden.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(targets), chunk):
-            h, t = hidden[start : start + chunk], targets[start : start + chunk]
+        loss, of_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
+        of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        ctx.gradients = of_hidden, of_head
+        for h, t, of_h in zip(hidden.split(chunk), targets.split(chunk), of_hidden.split(chunk)):
             logp = F.linear(h, head).float().log_softmax(-1)  # (chunk, V)
             # L = -sum_i log p_i[t_i];  dL / dlogits = p - onehot(t)
             loss -= logp.gather(1, t[:, None]).sum()
@@ -280,9 +280,7 @@ class HeadLoss(torch.autograd.Function):
                 continue
             d = logp.exp_()
             d[torch.arange(len(t)), t] -= 1
-            d = d.to(h.dtype)
-            if of_hidden is not None:
-                of_hidden[start : start + chunk] = d @ head
+            of_h.copy_((d := d.to(h.dtype)) @ head)
             if of_head is not None:
                 of_head += d.T @ h
         return loss

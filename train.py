@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -42,8 +42,7 @@ from eval import ask_base, ask_in_order
 from model import Transformer, pick_device, pick_dtype
 from sample import BASE, add_device_flags, load_base, ready_to_ask
 
-# ----------------------------------------------------------------------------------------------------------------------
-# flags
+# --- flags -------------------------------------------------------------------------------------------------------------
 
 
 def read_flags() -> argparse.Namespace:
@@ -99,8 +98,7 @@ def read_flags() -> argparse.Namespace:
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the machine
+# --- the machine -------------------------------------------------------------------------------------------------------
 
 # Products of bf16 matrices, in TFLOP/s without sparsity: the makers' data sheets, by torch.cuda.get_device_name's name.
 # A device that is not here has no MFU: none is better than a wrong one.
@@ -166,8 +164,7 @@ def peak_memory(device: str) -> float:
     return 0.0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# set-up
+# --- set-up ------------------------------------------------------------------------------------------------------------
 
 
 def start_processes(args: argparse.Namespace) -> tuple[int, int]:
@@ -183,31 +180,27 @@ def start_processes(args: argparse.Namespace) -> tuple[int, int]:
     return rank, world
 
 
-def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[Conversations, Conversations | None]:
-    """What is learned from, and what the validation loss is of."""
+def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[Conversations, Conversations | None, str]:
+    """What is learned from, what the validation loss is of, and a line about them."""
     folder = ROOT / "data" / args.data if (ROOT / "data" / args.data).is_dir() else Path(args.data)
     file, max_tokens = folder / f"{args.split}.jsonl", min(args.max_tokens, context)
     if folder.resolve() == hierarchy.HERE:
         hierarchy.prepare_if_needed()
     if not file.is_file():
-        hint = "--data is a folder, --split one of its JSONL files"
-        if (folder / "prepare.py").exists():
-            hint = f"python -m data.{folder.name}.prepare makes it, if it is one of that data set's files"
+        hint = f"--data is a folder, --split one of its JSONL files, which python -m data.{folder.name}.prepare may make"
         raise FileNotFoundError(f"{file} does not exist: {hint}")
     conversations, val = Conversations(file, tok, max_tokens), folder / "val.jsonl"
     if not len(conversations):
         raise ValueError(f"{file} has no conversation to learn from within {max_tokens} tokens")
-    return conversations, Conversations(val, tok, max_tokens) if val.exists() else None
-
-
-def describe(args: argparse.Namespace, model: Transformer, data: Conversations, source: str) -> str:
-    """What is about to happen, for the reader of the screen."""
-    text = f"base {args.base} ({source}) on {args.device} in {args.dtype}\nmethod {args.method}: {sizes(model)}\n"
-    text += f"data {args.data}/{args.split}: {len(data):,} conversations of {sum(data.lengths) / len(data):.0f} tokens on "
-    text += f"average, {data.with_system:,} with a system prompt ({data.dropped:,} left out: too long, or without a reply)\n"
-    if args.method == "cal" and not data.with_system:
-        text += "None has a system prompt, and CAL learns from those alone: it will stay the identity.\n"
-    return text
+    line = (
+        f"data {folder.name}/{args.split}: {len(conversations):,} conversations, "
+        f"{sum(conversations.lengths) / len(conversations):.0f} tokens each on average "
+        f"({conversations.dropped:,} left out: over {max_tokens} tokens, or without a reply), "
+        f"{conversations.with_system:,} with a system prompt"
+    )
+    if args.method == "cal" and not conversations.with_system:
+        line += "\nNone has a system prompt, and CAL learns from those alone: it will stay the identity."
+    return conversations, Conversations(val, tok, max_tokens) if val.exists() else None, line
 
 
 def open_states(args: argparse.Namespace, model: Transformer, data: Conversations, path: Path) -> States:
@@ -241,8 +234,7 @@ def save_checkpoint(out: Path, step: int, model: Transformer, optimizer: torch.o
     write_whole(out / "checkpoint.pt", buffer.getvalue())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the loop
+# --- the loop ----------------------------------------------------------------------------------------------------------
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -343,8 +335,7 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the report
+# --- the report --------------------------------------------------------------------------------------------------------
 
 
 def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], targets: int, seconds: float) -> dict:
@@ -358,22 +349,21 @@ def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], t
 
 def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str, before: list[dict]) -> None:
     """Saves the adapter, asks the test sets again, and writes and prints what came of the run."""
-    out, rows, count = args.out, [], sum(p.numel() for p in trainable(model).values())
-    if (out / "metrics.jsonl").exists():
-        rows = read_jsonl(out / "metrics.jsonl")
+    out, count = args.out, sum(p.numel() for p in trainable(model).values())
+    rows = read_jsonl(out / "metrics.jsonl") if count else []
     speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
     speed["mfu"] = median(row["mfu"] for row in rows) if rows and "mfu" in rows[0] else None
     speed |= {"train_seconds": sum(row["seconds"] for row in rows), "peak_memory_gb": peak_memory(args.device)}
     if rows:
         mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown device"
         print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {mfu}")
-    about = {"base": args.base, "weights": source, "data": f"{args.data}/{args.split}", "seed": args.seed}
+    about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}
     about |= {name: rows[-1].get(name) if rows else None for name in ("loss", "val_loss")}
     about |= {"flags": flags, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
     save_adapter(model, out, **about)
     ready_to_ask(model)
     # a reply has a new shape at every token: it is generated as the code stands
-    with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
+    with torch.compiler.set_stance("force_eager"):
         after = [{**row, "when": "after"} for row in (ask_in_order(model, tok, before) if before else [])]
     tables = {"before": summarize(before), "after": summarize(after)}
     write_jsonl(out / "replies.jsonl", before + after)
@@ -406,12 +396,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model, tok, path = load_base(args.base, device, dtype)
     source = weights_source(path)
-    data, validation = read_data(args, tok, model.config.max_positions)
+    data, validation, line = read_data(args, tok, model.config.max_positions)
     if started.get("text", data.about) != data.about:
         raise ValueError(f"the data has changed since the run in {out} was started: give the same, or start anew")
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "flags.json", {**flags, "text": data.about})
+        print(f"base {args.base} ({source}) on {device} in {args.dtype}\n{line}")
         if world > 1:
             dist.barrier()  # now the other processes may start
     before = []
@@ -421,7 +412,7 @@ def main() -> None:
     # what is trained
     attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn, rank=args.rank, width=args.width)
     if rank == 0:
-        print(describe(args, model, data, source))
+        print(f"method {args.method}: {sizes(model)}")
     if parameters := list(trainable(model).values()):
         train(args, model, data, validation, path, rank, world)
     if world > 1:

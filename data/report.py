@@ -17,15 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import read_json, read_jsonl, write_json
+from data.files import read_json, read_jsonl
 
 EXAMPLES = Path(__file__).parent
 TASKS = sorted(file.parent.name for file in EXAMPLES.glob("*/score.py"))
 
 Table = dict[str, dict[str, dict]]  # by group, by measure: mean, n, undecided, prompts, low, high
 
-# ----------------------------------------------------------------------------------------------------------------------
-# scores
+# --- scores ------------------------------------------------------------------------------------------------------------
 
 
 def judge(task: str, rows: list[dict], **flags: object) -> list[dict]:
@@ -126,8 +125,7 @@ def by_set(table: Table) -> dict[str, dict]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# tables
+# --- tables ------------------------------------------------------------------------------------------------------------
 
 
 def percent(entry: dict | None) -> str:
@@ -166,8 +164,7 @@ def notes(rows: list[dict], table: Table) -> str:
     return "".join(f"\n{sentence}" for sentence in said)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# one run again
+# --- one run again -----------------------------------------------------------------------------------------------------
 
 
 def kept_replies(folder: Path, **flags: object) -> dict[str, dict[str, list[dict]]]:
@@ -186,18 +183,7 @@ def kept_replies(folder: Path, **flags: object) -> dict[str, dict[str, list[dict
     return kept
 
 
-def rescore(folder: Path, **flags: object) -> str:
-    """The tables of a run, from its kept replies."""
-    text = []
-    for task, whens in kept_replies(folder, **flags).items():
-        tables = {when: summarize(rows, task) for when, rows in whens.items()}
-        said = "".join(notes(rows, tables[when]) for when, rows in whens.items())
-        text.append(f"{task}\n\n{show(tables)}{said}\n")
-    return "\n".join(text)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# runs side by side
+# --- runs side by side -------------------------------------------------------------------------------------------------
 
 
 def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
@@ -297,23 +283,6 @@ def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, s
         costs.append(cells)
     cost_heads = ["run", "seeds", "parameters", "validation loss", "training, s", "peak memory, GB"]
     return f"{markdown(heads, lines)}\n\n{markdown(cost_heads, costs)}"
-
-
-def print_comparison(folders: list[Path], picture: Path | None, **flags: object) -> None:
-    """Prints the runs in these directories side by side, and writes the same numbers, and a plot, beside them."""
-    groups = load_runs(folders, **flags)
-    table, file = compare(groups), folders[0].parent / "compare.json"
-    print(
-        "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
-        f"paired 95 % intervals\nover the prompts, which do not hold what another seed would change.\n\n"
-        f"{show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
-    )
-    of_run = ("name", "flags", "parameters", "loss", "val_loss", "train_seconds", "peak_memory_gb")
-    runs = {group: [{k: run.get(k) for k in of_run} for run in runs] for group, runs in groups.items()}
-    rows = [{"task": task, "set": group, "measure": name, **row} for (task, group, name), row in table.items()]
-    write_json(file, {"runs": runs, "table": rows})
-    if picture:
-        plot(groups, table, picture)
 
 
 def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict], file: Path) -> None:

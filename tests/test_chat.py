@@ -267,7 +267,7 @@ def test_the_dates_of_llama31_are_found_in_the_template(template, expected, tmp_
 def test_a_truncated_tokenizer_config_is_refused(tmp_path):
     folder = bytes_alone(LLAMA3_ADDED, tmp_path)
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')
-    with pytest.raises(ValueError, match="tokenizer_config.json is not whole .*download it again"):
+    with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON .*get that file again"):
         Tokenizer.from_pretrained(folder)
 
 

@@ -171,7 +171,7 @@ GOOD = '{"question": "How many?", "answer": "Two.\\n#### 2"}\n'
 
 @pytest.mark.parametrize(
     "line", ['{"question": "How', "[]", "5", "[" * 100_000, '{"question": "How many?", "answer": "Two."}',
-             '{"answer": "#### 2"}', '{"question": 5, "answer": "#### 2"}', '{"question": "How many?", "answer": 2}', ""]
+             '{"answer": "#### 2"}', '{"question": 5, "answer": "#### 2"}', '{"question": "How many?", "answer": 2}']
 )  # fmt: skip
 def test_a_damaged_line_is_named(line, tmp_path, monkeypatch):
     file = tmp_path / "mirror" / URL.removeprefix("https://")

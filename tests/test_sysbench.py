@@ -244,10 +244,10 @@ def test_a_malformed_verdict_is_none(text):
     assert parse_verdict(text) is None
 
 
-def conversation(*verdicts: dict | None) -> tuple[dict, list[str], list]:
+def conversation(*verdicts: dict | None) -> tuple[dict, list[str]]:
     """Arguments of score() for a conversation of as many turns, with two criteria in each."""
     n = len(verdicts)
-    return {"criteria": [{"1": "a", "2": "b"}] * n}, [""] * n, list(verdicts)
+    return {"criteria": [{"1": "a", "2": "b"}] * n, "verdicts": list(verdicts)}, [""] * n
 
 
 KEPT, HALF = {"1": True, "2": True}, {"1": True, "2": False}

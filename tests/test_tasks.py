@@ -333,7 +333,7 @@ def test_lists_are_pooled_over_the_prompts():
 
 def test_pooled_groups_have_a_micro_and_a_macro_average():
     rows = [row for i in range(21) for row in judged([True] * (i + 1) if i % 2 else [False], f"subject {i}")]
-    entry = summarize(rows, pooled=True)["all"]["measure"]
+    entry = summarize(rows, "mmlu")["all"]["measure"]
     kept = sum(i + 1 for i in range(21) if i % 2)
     assert entry["mean"] == pytest.approx(kept / (kept + 11)) and entry["macro"] == pytest.approx(10 / 21)
 

@@ -138,8 +138,6 @@ DAMAGED = {
     "an empty code": json.dumps(GOOD | {"id": 8, "access_code": ""}),
     "no user": json.dumps(GOOD | {"id": 8, "messages": GOOD["messages"][:1]}),
     "no text": json.dumps(GOOD | {"id": 8, "messages": [GOOD["messages"][0], {"role": "user", "content": None}]}),
-    "a blank line": "",
-    "the same id again": json.dumps(GOOD),
 }
 
 
@@ -152,6 +150,14 @@ def test_a_damaged_line_is_named_and_no_examples_are_written(damaged, tmp_path):
     with pytest.raises(ValueError, match=r"extraction\.jsonl line 2 "):
         prepare(tmp_path)
     assert not (tmp_path / "examples.jsonl").exists()
+
+
+def test_a_file_that_repeats_an_id_is_named(tmp_path):
+    (tmp_path / "raw").mkdir()
+    for group in ("hijacking", "extraction", "helpful"):
+        (tmp_path / "raw" / f"{group}.jsonl").write_text((1 + (group == "extraction")) * (json.dumps(GOOD) + "\n"))
+    with pytest.raises(ValueError, match=r"extraction\.jsonl repeats an id"):
+        prepare(tmp_path)
 
 
 def test_an_empty_file_is_named(tmp_path: Path):

@@ -322,7 +322,7 @@ def test_what_is_unknown_in_the_file_is_refused_by_name(spec, sentence, tmp_path
 
 def test_a_truncated_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(tiny(["a b"]))[:500])
-    with pytest.raises(ValueError, match="tokenizer.json is not whole .*download it again"):
+    with pytest.raises(ValueError, match="tokenizer.json is not valid JSON .*get that file again"):
         Tokenizer.from_pretrained(tmp_path)
 
 

@@ -140,7 +140,9 @@ def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
     folder.mkdir(parents=True, exist_ok=True)
     sets = make_sets(seed)
     for name, records in sets.items():
-        write_jsonl(folder / f"{name}.jsonl", records)
+        write_jsonl(folder / f"{name}.jsonl.part", records)
+    for name in sets:  # all are there: sets of two runs never mix
+        (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
     return sets
 
 

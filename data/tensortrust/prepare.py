@@ -36,9 +36,10 @@ def prepare(folder: Path = HERE) -> list[dict]:
     examples = []
     for group in GROUPS:
         file = download(f"{URL}/{group}.jsonl", folder / "raw" / f"{group}.jsonl")
-        examples += read_published(file, partial(make_example, group=group))
-    if len({example["id"] for example in examples}) < len(examples):
-        raise ValueError(f"a file in {folder / 'raw'} repeats an id: delete them and run this again")
+        of_group = read_published(file, partial(make_example, group=group))
+        if len({example["id"] for example in of_group}) < len(of_group):
+            raise ValueError(f"{file} repeats an id: delete it and run this again")
+        examples += of_group
     return write_examples(folder, examples)
 
 
