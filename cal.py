@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data.files import read_json, write_json, write_whole
 from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
 
-# --- who sees whom -----------------------------------------------------------------------------------------------------
+# --- who sees whom ----------------------------------------------------------------------------------------------------
 
 
 def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     return positions, mask
 
 
-# --- the block ---------------------------------------------------------------------------------------------------------
+# --- the block --------------------------------------------------------------------------------------------------------
 
 
 class Linear(nn.Linear):
@@ -121,7 +121,7 @@ class CrossAttentionLayer(nn.Module):
         return x
 
 
-# --- the baselines -----------------------------------------------------------------------------------------------------
+# --- the baselines ----------------------------------------------------------------------------------------------------
 
 
 class ParallelMLP(nn.Module):
@@ -180,7 +180,7 @@ def replace(module: nn.Module, kind: type[nn.Module], new: Callable[[nn.Module],
             replace(child, kind, new)
 
 
-# --- where the blocks go -----------------------------------------------------------------------------------------------
+# --- where the blocks go ----------------------------------------------------------------------------------------------
 
 
 def span(first: int, last: int, L: int) -> list[int]:
@@ -207,7 +207,7 @@ PLACEMENTS: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-# --- attach ------------------------------------------------------------------------------------------------------------
+# --- attach -----------------------------------------------------------------------------------------------------------
 
 METHODS = ("cal", "mlp", "lora", "full", "none")
 
@@ -281,7 +281,7 @@ def sizes(model: Transformer) -> str:
     return f"{count}, {len(model.inserted)} blocks of width {width} after layers {', '.join(model.inserted)}"
 
 
-# --- save and load -----------------------------------------------------------------------------------------------------
+# --- save and load ----------------------------------------------------------------------------------------------------
 
 
 def base_config(model: Transformer) -> dict:

@@ -40,40 +40,17 @@ import torch
 from tqdm import tqdm
 
 from cal import adapter_info
+from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
-from data.files import (
-    CACHE,
-    ROOT,
-    check_directory,
-    end_with_a_line,
-    json_lines,
-    read_jsonl,
-    stamps,
-    write_json,
-    write_jsonl,
-)
-from data.report import (
-    TASKS,
-    compare,
-    group_of,
-    judge,
-    kept_replies,
-    load_runs,
-    notes,
-    plot,
-    prompt_key,
-    show,
-    show_comparison,
-    summarize,
-)
+from data.tokens import Conversations, collate, make_batches
 from model import Transformer
 from sample import add_model_flags, load, prompt
 
-EXAMPLES = ROOT / "data"
+EXAMPLES = files.ROOT / "data"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
 
-# --- examples ----------------------------------------------------------------------------------------------------------
+# --- examples ---------------------------------------------------------------------------------------------------------
 
 
 def hook(task: str, part: str, name: str) -> Callable | None:
@@ -82,15 +59,15 @@ def hook(task: str, part: str, name: str) -> Callable | None:
 
 
 def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[dict]:
-    """A task's examples, made where they are missing: the first --limit of a seeded shuffle, dealt over the task's groups
-    (subjects, lengths, …). OSError or ValueError where the data can't be had."""
+    """A task's examples, made where they are missing: the first --limit of a seeded shuffle, dealt over the task's
+    groups (subjects, lengths, …). OSError or ValueError where the data can't be had."""
     if load_all := hook(task, "prepare", "load"):
         return load_all(args.limit)
     file = EXAMPLES / task / "examples.jsonl"
     if not file.is_file():
         hook(task, "prepare", "prepare")(file.parent)
     examples = []
-    for place, example in json_lines(file):
+    for place, example in files.json_lines(file):
         if not is_example(example):
             raise ValueError(f"{place} is no example: delete the file, and it is made anew")
         examples.append(example)
@@ -100,7 +77,7 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
         examples = spread(examples, args)
     groups: dict[str, list[dict]] = {}
     for example in examples:
-        groups.setdefault(group_of(example), []).append(example)
+        groups.setdefault(report.group_of(example), []).append(example)
     for group in groups.values():  # one order for all: what is asked at one length, or after one shot, is asked at all
         group.sort(key=lambda e: random.Random(f"{args.seed} {e.get('base', e['id'])}").random())
     dealt = [e for one_of_each in zip_longest(*groups.values()) for e in one_of_each if e is not None]
@@ -118,7 +95,7 @@ def is_example(example: object) -> bool:
     return bool(asks) and all(isinstance(part, list) for part in lists) and example.get("turns") != []
 
 
-# --- replies -----------------------------------------------------------------------------------------------------------
+# --- replies ----------------------------------------------------------------------------------------------------------
 
 
 def with_system(messages: list[dict], system: str) -> list[dict]:
@@ -221,33 +198,52 @@ def ask(
             progress.update(len(batch))
 
 
-# --- data/hierarchy, as train.py asks it -------------------------------------------------------------------------------
+# --- for train.py ------------------------------------------------------------------------------
 
 
 def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> list[dict]:
     """The judged replies to examples of data/hierarchy, in the examples' order."""
-    return judge("hierarchy", [row for _, row in sorted(ask(model, tok, examples), key=lambda pair: pair[0])])
+    return report.judge("hierarchy", [row for _, row in sorted(ask(model, tok, examples), key=lambda pair: pair[0])])
 
 
 def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Path) -> list[dict]:
-    """The same of a model that adds nothing yet, loaded from the checkpoint directory path. The replies stay in .cache/,
-    and serve every later run with the same weights, prompts, device, dtype and code."""
-    weight, code = model.embed_tokens.weight, [ROOT / "model.py", ROOT / "eval.py", ROOT / "data" / "chat.py"]
-    files = stamps([*sorted(path.iterdir()), *code])
-    key = json.dumps([files, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
-    file = CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+    """The same of a model that adds nothing yet, loaded from the checkpoint directory path. The replies stay in
+    .cache/, and serve every later run with the same weights, prompts, device, dtype and code."""
+    weight, code = model.embed_tokens.weight, [files.ROOT / name for name in ("model.py", "eval.py", "data/chat.py")]
+    stamps = files.stamps([*sorted(path.iterdir()), *code])
+    key = json.dumps([stamps, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
+    file = files.CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
-        rows = read_jsonl(file)
+        rows = files.read_jsonl(file)
         if [row["id"] for row in rows] == [example["id"] for example in examples]:
-            return judge("hierarchy", rows)
+            return report.judge("hierarchy", rows)
     rows = ask_in_order(model, tok, examples)
     with suppress(OSError):  # a read-only checkout asks every time
         file.parent.mkdir(exist_ok=True)
-        write_jsonl(file, rows)
+        files.write_jsonl(file, rows)
     return rows
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+def by_set(rows: list[dict]) -> dict[str, dict]:
+    """The scores of data/hierarchy as results.json has them: by set, who kept the rule, and who was right."""
+    return {
+        name: {"followed": kept["mean"], **{key: kept[key] for key in ("n", "low", "high")}, "right": right["mean"]}
+        for name, kept, right in ((name, s["kept"], s["right"]) for name, s in report.summarize(rows).items())
+    }
+
+
+@torch.no_grad()
+def validate(model: Transformer, conversations: Conversations, batch_tokens: int, device: str, multiple: int = 1) -> float:
+    """Loss in nats a target over the same conversations each time."""
+    total, count = 0.0, 0
+    for batch in make_batches(conversations.lengths, batch_tokens, seed=0):
+        ids, system, targets = collate([conversations[i] for i in batch], device, multiple)
+        loss, n = model.loss(model(ids, system), targets)
+        total, count = total + loss.item(), count + n
+    return total / count
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str) -> str:
@@ -257,36 +253,36 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
         raise ValueError(reason)
     examples = load_examples(task, args, tok)
     file, name = args.out / f"{task}.jsonl" if args.out else None, "adapter" if args.adapter else "base"
-    rows = {prompt_key(task, row): row for row in (read_jsonl(file) if file and file.is_file() else [])}
-    wanted = {prompt_key(task, e): e for e in examples}
+    rows = {report.prompt_key(task, row): row for row in (files.read_jsonl(file) if file and file.is_file() else [])}
+    wanted = {report.prompt_key(task, e): e for e in examples}
     missing = [e for key, e in wanted.items() if key not in rows]
     max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
     with open(file or os.devnull, "a", encoding="utf-8") as kept:
         for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task):
-            rows[prompt_key(task, row)] = row = {"when": name, **row}
+            rows[report.prompt_key(task, row)] = row = {"when": name, **row}
             kept.write(json.dumps(row) + "\n")
             kept.flush()
     rows = [rows[key] for key in wanted]  # the longest were asked first
     rows = verdicts(rows, args) if verdicts else rows
     try:
-        rows = judge(task, rows, **vars(args))
+        rows = report.judge(task, rows, **vars(args))
     except (LookupError, TypeError, AttributeError) as error:
         damaged = EXAMPLES / task / "examples.jsonl"
         raise ValueError(f"an example can't be scored ({error!r}): delete {damaged}, and it is made anew") from None
-    table = summarize(rows, task)
+    table = report.summarize(rows, task)
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
         about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        write_jsonl(file, rows)
-        write_json(args.out / f"{task}.json", about)
-    return show({name: table}) + notes(rows, table)
+        files.write_jsonl(file, rows)
+        files.write_json(args.out / f"{task}.json", about)
+    return report.show({name: table}) + report.notes(rows, table)
 
 
 def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     flag = parser.add_argument
-    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(TASKS)} (%(default)s)")
+    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(report.TASKS)} (%(default)s)")
     flag("--limit", type=int, help="prompts a task, of hierarchy a set (default: all, of hierarchy 72, of shots24 36)")
     flag("--system", default="You are a helpful assistant.", help="for tasks without a system prompt (%(default)s)")
     flag("--max_new_tokens", type=int, help="tokens a reply may have (default: the benchmark's own)")
@@ -308,9 +304,9 @@ def read_flags() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1")
-    args.tasks = TASKS if args.tasks == "all" else args.tasks.replace(" ", "").split(",")
-    if unknown := [task for task in args.tasks if task not in TASKS]:
-        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}, or all")
+    args.tasks = report.TASKS if args.tasks == "all" else args.tasks.replace(" ", "").split(",")
+    if unknown := [task for task in args.tasks if task not in report.TASKS]:
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(report.TASKS)}, or all")
     return args
 
 
@@ -321,39 +317,39 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
     if args.adapter:
         flags["trained"] = adapter_info(args.adapter).get("flags")
     folders = [base, Path(args.adapter)] if args.adapter else [base]
-    flags["weights"] = stamps(file for folder in folders for file in sorted(folder.glob("*.safetensors")))
+    flags["weights"] = files.stamps(file for folder in folders for file in sorted(folder.glob("*.safetensors")))
     flags = json.loads(json.dumps(flags, default=str))  # as they are read back
-    check_directory(args.out, flags, go_on=True)
+    files.check_directory(args.out, flags, go_on=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_json(args.out / "flags.json", flags)
-    for task in TASKS:
+    files.write_json(args.out / "flags.json", flags)
+    for task in report.TASKS:
         if (replies := args.out / f"{task}.jsonl").is_file():
-            end_with_a_line(replies)
+            files.end_with_a_line(replies)
 
 
 def print_run(folder: Path, allow_code: bool) -> None:
     """The tables of a run, from its kept replies."""
-    for task, whens in kept_replies(folder, allow_code=allow_code).items():
-        tables = {when: summarize(rows, task) for when, rows in whens.items()}
-        said = "".join(notes(rows, tables[when]) for when, rows in whens.items())
-        print(f"{task}\n\n{show(tables)}{said}\n")
+    for task, whens in report.kept_replies(folder, allow_code=allow_code).items():
+        tables = {when: report.summarize(rows, task) for when, rows in whens.items()}
+        said = "".join(report.notes(rows, tables[when]) for when, rows in whens.items())
+        print(f"{task}\n\n{report.show(tables)}{said}\n")
 
 
 def print_comparison(folders: list[Path], picture: Path | None, allow_code: bool) -> None:
     """The runs in these directories side by side; the same numbers, and a plot, are written beside them."""
-    groups = load_runs(folders, allow_code=allow_code)
-    table, file = compare(groups), folders[0].parent / "compare.json"
+    groups = report.load_runs(folders, allow_code=allow_code)
+    table, file = report.compare(groups), folders[0].parent / "compare.json"
     print(
         "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
         f"paired 95 % intervals\nover the prompts, which do not hold what another seed would change.\n\n"
-        f"{show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
+        f"{report.show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
     )
     of_run = ("name", "flags", "parameters", "loss", "val_loss", "train_seconds", "peak_memory_gb")
     runs = {group: [{k: run.get(k) for k in of_run} for run in runs] for group, runs in groups.items()}
     rows = [{"task": task, "set": group, "measure": name, **row} for (task, group, name), row in table.items()]
-    write_json(file, {"runs": runs, "table": rows})
+    files.write_json(file, {"runs": runs, "table": rows})
     if picture:
-        plot(groups, table, picture)
+        report.plot(groups, table, picture)
 
 
 def main() -> None:

@@ -32,17 +32,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, sizes, trainable
+from data import files
 from data.chat import Tokenizer
 from data.download import weights_source
-from data.files import ROOT, check_directory, file_hash, keep_lines, read_jsonl, stamps, write_json, write_jsonl, write_whole
 from data.hierarchy import prepare as hierarchy
-from data.report import by_set, show, summarize
+from data.report import show, summarize
 from data.tokens import Conversations, States, batches_of_step, collate, make_batches
-from eval import ask_base, ask_in_order
+from eval import ask_base, ask_in_order, by_set, validate
 from model import Transformer, pick_device, pick_dtype
 from sample import BASE, add_device_flags, load_base, ready_to_ask
 
-# --- flags -------------------------------------------------------------------------------------------------------------
+# --- flags ------------------------------------------------------------------------------------------------------------
 
 
 def read_flags() -> argparse.Namespace:
@@ -65,7 +65,6 @@ def read_flags() -> argparse.Namespace:
     flag("--grad_checkpoint", action="store_true", help="less memory, more time: compute twice instead of saving")
     flag("--compile", action="store_true", help="torch.compile the layers: for long runs on a GPU")
     flag("--lr", type=float, help="peak learning rate (2e-3; full 1e-4)")
-    flag("--warmup", type=int, help="steps until the peak (a fifteenth of --steps)")
     flag("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
     flag("--seed", type=int, default=0, help="of the new blocks and of the data's order (%(default)s)")
     add_device_flags(parser)
@@ -87,10 +86,6 @@ def read_flags() -> argparse.Namespace:
     for name in ("lr", "clip", "cal_ffn"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be a number above 0")
-    if args.warmup is None:
-        args.warmup = args.steps // 15
-    if not 0 <= args.warmup < args.steps:
-        raise ValueError(f"--warmup is {args.warmup}: it must be at least 0, and fewer than the {args.steps} steps")
     args.device, args.out = pick_device(args.device), args.out or Path("out") / args.method
     if args.method == "full":  # its weights are trained themselves, and bf16 would swallow small updates
         args.dtype = args.dtype or "fp32"
@@ -98,7 +93,7 @@ def read_flags() -> argparse.Namespace:
     return args
 
 
-# --- the machine -------------------------------------------------------------------------------------------------------
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 # Products of bf16 matrices, in TFLOP/s without sparsity: the makers' data sheets, by torch.cuda.get_device_name's name.
 # A device that is not here has no MFU: none is better than a wrong one.
@@ -164,7 +159,7 @@ def peak_memory(device: str) -> float:
     return 0.0
 
 
-# --- set-up ------------------------------------------------------------------------------------------------------------
+# --- set-up -----------------------------------------------------------------------------------------------------------
 
 
 def start_processes(args: argparse.Namespace) -> tuple[int, int]:
@@ -182,7 +177,7 @@ def start_processes(args: argparse.Namespace) -> tuple[int, int]:
 
 def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[Conversations, Conversations | None, str]:
     """What is learned from, what the validation loss is of, and a line about them."""
-    folder = ROOT / "data" / args.data if (ROOT / "data" / args.data).is_dir() else Path(args.data)
+    folder = files.ROOT / "data" / args.data if (files.ROOT / "data" / args.data).is_dir() else Path(args.data)
     file, max_tokens = folder / f"{args.split}.jsonl", min(args.max_tokens, context)
     if folder.resolve() == hierarchy.HERE:
         hierarchy.prepare_if_needed()
@@ -201,15 +196,6 @@ def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[C
     if args.method == "cal" and not conversations.with_system:
         line += "\nNone has a system prompt, and CAL learns from those alone: it will stay the identity."
     return conversations, Conversations(val, tok, max_tokens) if val.exists() else None, line
-
-
-def open_states(args: argparse.Namespace, model: Transformer, data: Conversations, path: Path) -> States:
-    """The cache of what the layers below the first block give: it depends on the checkpoint, the code and the machine."""
-    on_gpu, weight = args.device.startswith("cuda"), model.embed_tokens.weight
-    chip = torch.cuda.get_device_name(args.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
-    key = [args.device.split(":")[0], chip, torch.get_num_threads(), torch.__version__, args.compile]
-    key += [stamps(sorted(path.iterdir())), file_hash(ROOT / "model.py"), model.layers_below_blocks]
-    return States(data, model.config.hidden_size, weight.dtype, key)
 
 
 def load_checkpoint(out: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> int:
@@ -231,29 +217,19 @@ def save_checkpoint(out: Path, step: int, model: Transformer, optimizer: torch.o
     follows from the step."""
     state = {"step": step + 1, "adapter": trainable(model), "optimizer": optimizer.state_dict()}
     torch.save(state, buffer := io.BytesIO())
-    write_whole(out / "checkpoint.pt", buffer.getvalue())
+    files.write_whole(out / "checkpoint.pt", buffer.getvalue())
 
 
-# --- the loop ----------------------------------------------------------------------------------------------------------
+# --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up over `warmup` (< steps) steps, then a cosine down to a tenth of the peak at the last one."""
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a fifteenth of the steps, then a cosine down to a tenth of the peak at the last one."""
+    warmup = steps // 15  # our choice
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
     return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-@torch.no_grad()
-def validate(model: Transformer, conversations: Conversations, batch_tokens: int, device: str, multiple: int = 1) -> float:
-    """Loss in nats a target over the same conversations each time."""
-    total, count = 0.0, 0
-    for batch in make_batches(conversations.lengths, batch_tokens, seed=0):
-        ids, system, targets = collate([conversations[i] for i in batch], device, multiple)
-        loss, n = model.loss(model(ids, system), targets)
-        total, count = total + loss.item(), count + n
-    return total / count
 
 
 def sum_over_processes(parameters: list[torch.nn.Parameter], numbers: list[float]) -> list[float]:
@@ -279,7 +255,10 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
         if len(set(seen)) > 1:
             raise ValueError(f"the processes find checkpoints of steps {seen}: give all of them one shared --out")
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
-    states = open_states(args, model, data, path) if args.cache_prefix else None
+    states = None
+    if args.cache_prefix:  # what the layers below the first block give depends on the checkpoint, and on the code
+        key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), args.compile]
+        states = States(data, model.config.hidden_size, pick_dtype(args.dtype, device), device, [*key, model.layers_below_blocks])
     model.grad_checkpoint, multiple = args.grad_checkpoint, 1
     if args.compile:
         compile_layers(model)
@@ -293,10 +272,10 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     signal.signal(signal.SIGINT, stop)
     reset_peak_memory(device)
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, desc="train", disable=rank > 0)
-    with keep_lines(args.out / "metrics.jsonl", first) if rank == 0 else open(os.devnull, "w") as metrics:
+    with files.keep_lines(args.out / "metrics.jsonl", first) if rank == 0 else open(os.devnull, "w") as metrics:
         for step in bar:
             start = time.perf_counter()
-            lr = learning_rate(step, args.steps, args.lr, args.warmup)
+            lr = learning_rate(step, args.steps, args.lr)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             chosen = [batches[b] for b in batches_of_step(step, len(batches), args.accumulate, args.seed)]
@@ -335,7 +314,7 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# --- the report --------------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], targets: int, seconds: float) -> dict:
@@ -350,7 +329,7 @@ def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], t
 def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str, before: list[dict]) -> None:
     """Saves the adapter, asks the test sets again, and writes and prints what came of the run."""
     out, count = args.out, sum(p.numel() for p in trainable(model).values())
-    rows = read_jsonl(out / "metrics.jsonl") if count else []
+    rows = files.read_jsonl(out / "metrics.jsonl") if count else []
     speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
     speed["mfu"] = median(row["mfu"] for row in rows) if rows and "mfu" in rows[0] else None
     speed |= {"train_seconds": sum(row["seconds"] for row in rows), "peak_memory_gb": peak_memory(args.device)}
@@ -365,14 +344,14 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     # a reply has a new shape at every token: it is generated as the code stands
     with torch.compiler.set_stance("force_eager"):
         after = [{**row, "when": "after"} for row in (ask_in_order(model, tok, before) if before else [])]
-    tables = {"before": summarize(before), "after": summarize(after)}
-    write_jsonl(out / "replies.jsonl", before + after)
-    scores = {when: by_set(table) for when, table in tables.items()}
-    write_json(out / "results.json", {**scores, **about, "parameters": count, **speed})
+    files.write_jsonl(out / "replies.jsonl", before + after)
+    scores = {"before": by_set(before), "after": by_set(after)}
+    files.write_json(out / "results.json", {**scores, **about, "parameters": count, **speed})
     (out / "checkpoint.pt").unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if before:
-        print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{show(tables)}\n")
+        table = show({"before": summarize(before), "after": summarize(after)})
+        print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{table}\n")
     for name in ("rules", "attacks"):
         for old, new in [pair for pair in zip(before, after) if pair[1]["set"] == name][:1]:
             print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
@@ -390,7 +369,7 @@ def main() -> None:
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # tf32 for what is in fp32
-    started = check_directory(out, flags, args.resume) if rank == 0 else flags
+    started = files.check_directory(out, flags, args.resume) if rank == 0 else flags
 
     # the base, the data, and what the base says before any training
     torch.manual_seed(args.seed)
@@ -401,7 +380,7 @@ def main() -> None:
         raise ValueError(f"the data has changed since the run in {out} was started: give the same, or start anew")
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "flags.json", {**flags, "text": data.about})
+        files.write_json(out / "flags.json", {**flags, "text": data.about})
         print(f"base {args.base} ({source}) on {device} in {args.dtype}\n{line}")
         if world > 1:
             dist.barrier()  # now the other processes may start
@@ -413,7 +392,7 @@ def main() -> None:
     attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn, rank=args.rank, width=args.width)
     if rank == 0:
         print(f"method {args.method}: {sizes(model)}")
-    if parameters := list(trainable(model).values()):
+    if trainable(model):
         train(args, model, data, validation, path, rank, world)
     if world > 1:
         dist.destroy_process_group()

@@ -44,8 +44,7 @@ LLAMA3_PATTERN = (
 class Tokenizer:
     """Byte-level BPE on tiktoken; `Tokenizer.from_pretrained(directory)` makes one.
 
-    special: every control or added token and its id; vocab_size: the highest id + 1; stop_ids: what ends a reply.
-    """
+    special: every control or added token and its id; vocab_size: the highest id + 1; stop_ids: what ends a reply."""
 
     def __init__(
         self,
@@ -180,8 +179,7 @@ def merge_order(
     `tokenizers` joins the listed pairs alone, and takes a piece that is a token at once only with ignore_merges;
     tiktoken always takes it, and joins any neighbours whose bytes are a token. The two agree on the tokens that their
     own bytes merge into: no text joins those by another merge than their last. The rest no merge reaches: they are
-    left out, or, with ignore_merges, kept for the pieces that they spell, unless tiktoken would join them elsewhere.
-    """
+    left out, or, with ignore_merges, kept for the pieces that they spell, unless tiktoken would join them elsewhere."""
     order = {}  # id -> rank of the merge that makes it
     for token, i in ids.items():
         parts, rank = [token[k : k + 1] for k in range(len(token))], -1
@@ -239,8 +237,7 @@ def render(tok: Tokenizer, messages: list[dict], add_generation_prompt: bool = F
     """A conversation as ids, and the role of every id; at the end, on request, the header of a reply to be written.
 
     Content carries its speaker, and the token that ends an assistant's turn is ASSISTANT, since a model must learn to
-    write it. All else is TEMPLATE: headers, the default system text, dates, empty think blocks.
-    """
+    write it. All else is TEMPLATE: headers, the default system text, dates, empty think blocks."""
     check_messages(messages)
     if "<|im_start|>" in tok.special:
         pieces = chatml_pieces(tok, messages, add_generation_prompt)

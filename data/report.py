@@ -1,6 +1,5 @@
 """
-Kept replies to numbers: scores, intervals, tables, comparisons of runs, plots. It knows no model: whatever it prints can
-be counted again from the JSONL that a run has kept.
+Kept replies to numbers: scores, intervals, tables, comparisons of runs, plots. It knows no model.
 
 A row is an example with its "reply" and, once judged, "scores": a number by measure, or a list of numbers that are
 pooled; None is undecided. A table is a dict by group (a set, a length, a subject) and measure.
@@ -24,7 +23,7 @@ TASKS = sorted(file.parent.name for file in EXAMPLES.glob("*/score.py"))
 
 Table = dict[str, dict[str, dict]]  # by group, by measure: mean, n, undecided, prompts, low, high
 
-# --- scores ------------------------------------------------------------------------------------------------------------
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 
 def judge(task: str, rows: list[dict], **flags: object) -> list[dict]:
@@ -59,7 +58,6 @@ def values_of(row: dict, measure: str) -> list:
 
 
 def pool(values: Iterable[list[float]]) -> list[float]:
-    """All prompts' decisions in one list."""
     return [v for of_prompt in values for v in of_prompt]
 
 
@@ -87,8 +85,8 @@ def interval(means: np.ndarray) -> dict[str, float]:
 
 def summarize(rows: list[dict], task: str = "hierarchy") -> Table:
     """By group and measure: the mean, its 95 % bootstrap interval, the n decisions that it is over, how many were left
-    undecided, and the prompts that were answered. Where the task's score.py says POOLED, all groups are one, "all", with
-    the mean of their means as "macro" beside."""
+    undecided, and the prompts that were answered. Where the task's score.py says POOLED, all groups are one, "all",
+    with the mean of their means as "macro" beside."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(group_of(row), []).append(row)
@@ -117,15 +115,7 @@ def is_pooled(task: str) -> bool:
     return getattr(import_module(f"data.{task}.score"), "POOLED", False)
 
 
-def by_set(table: Table) -> dict[str, dict]:
-    """The scores of data/hierarchy as results.json has them: by set, who kept the rule, and who was right."""
-    return {
-        name: {"followed": kept["mean"], "n": kept["n"], "low": kept["low"], "high": kept["high"], "right": right["mean"]}
-        for name, (kept, right) in ((name, (scores["kept"], scores["right"])) for name, scores in table.items())
-    }
-
-
-# --- tables ------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def percent(entry: dict | None) -> str:
@@ -135,8 +125,8 @@ def percent(entry: dict | None) -> str:
     return f"{entry['mean']:.1%} ({100 * entry['low']:.0f} to {100 * entry['high']:.0f})"
 
 
-def markdown(heads: list[str], lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+def markdown(heads: list, lines: list[list]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [heads, ["---"] * len(heads), *lines])
 
 
 def show(tables: dict[str, Table]) -> str:
@@ -164,12 +154,13 @@ def notes(rows: list[dict], table: Table) -> str:
     return "".join(f"\n{sentence}" for sentence in said)
 
 
-# --- one run again -----------------------------------------------------------------------------------------------------
+# --- one run again ----------------------------------------------------------------------------------------------------
 
 
 def kept_replies(folder: Path, **flags: object) -> dict[str, dict[str, list[dict]]]:
-    """The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their end),
-    judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError if they are none."""
+    """The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their
+    end), judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError if they are
+    none."""
     files = [(task, folder / f"{task}.jsonl") for task in TASKS if (folder / f"{task}.json").is_file()]
     kept: dict[str, dict[str, list[dict]]] = {}
     for task, file in [("hierarchy", folder / "replies.jsonl"), *files]:
@@ -183,7 +174,7 @@ def kept_replies(folder: Path, **flags: object) -> dict[str, dict[str, list[dict
     return kept
 
 
-# --- runs side by side -------------------------------------------------------------------------------------------------
+# --- runs side by side ------------------------------------------------------------------------------------------------
 
 
 def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
@@ -224,9 +215,9 @@ def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
 
 
 def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
-    """By (task, group, measure): n, the prompts that all runs share; the base's mean; and by group of runs the mean over
-    them, theirs each, and the difference to the first group with its paired 95 % interval: the prompts are drawn again,
-    each with all its runs."""
+    """By (task, group, measure): n, the prompts that all runs share; the base's mean; and by group of runs the mean
+    over them, theirs each, and the difference to the first group with its paired 95 % interval: the prompts are drawn
+    again, each with all its runs."""
     everyone = [run["rows"] for runs in groups.values() for run in runs]
     bases = [run["base"] for runs in groups.values() for run in runs if run["base"]]
     shared = [key for key in everyone[0] if all(key in rows for rows in everyone)]
@@ -263,8 +254,7 @@ def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, s
     for (task, group, measure), row in table.items():
         cells = [task, group, measure, str(row["n"]), "–" if row["base"] is None else f"{row['base']:.0%}"]
         for entry in row["groups"].values():
-            several = len(entry["runs"]) > 1
-            spread = f" ({100 * min(entry['runs']):.0f} to {100 * max(entry['runs']):.0f})" if several else ""
+            spread = f" ({100 * min(entry['runs']):.0f} to {100 * max(entry['runs']):.0f})" if len(entry["runs"]) > 1 else ""
             cells.append(f"{entry['mean']:.0%}{spread}")
         for group in others:
             entry = row["groups"][group]
@@ -274,9 +264,8 @@ def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, s
     heads = ["task", "set", "measure", "n", "base", *groups, *(f"{group} - {first}" for group in others)]
     costs = []
     for group, runs in groups.items():
-        parameters = runs[0].get("parameters")
         cells = [group, ", ".join(str(run["seed"]) for run in runs)]
-        cells.append("–" if parameters is None else f"{parameters:,}")
+        cells.append(f"{runs[0]['parameters']:,}" if runs[0].get("parameters") else "–")
         for name, digits in (("val_loss", 4), ("train_seconds", 0), ("peak_memory_gb", 1)):
             values = [run[name] for run in runs if run.get(name) is not None]
             cells.append(f"{np.mean(values):.{digits}f}" if values else "–")

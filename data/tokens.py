@@ -29,10 +29,8 @@ Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
 
 
 def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
-    """
-    A conversation's ids and roles as training sees them: ASSISTANT on what is learned alone, so that with
-    "train_on": "last" the replies before the last one are nobody's. ValueError: what is no conversation.
-    """
+    """A conversation's ids and roles as training sees them: ASSISTANT on what is learned alone, so that with
+    "train_on": "last" the replies before the last one are nobody's. ValueError: what is no conversation."""
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
         raise ValueError('it has no list of messages: write {"messages": [{"role": …}]}')
     ids, roles = render(tok, record["messages"])
@@ -46,11 +44,9 @@ def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
 
 
 class Conversations:
-    """
-    The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens with
-    something to learn. `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each, and
-    `with_system` counts those that have a system prompt. ValueError names a bad line.
-    """
+    """The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens
+    with something to learn. `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each,
+    and `with_system` counts those that have a system prompt. ValueError names a bad line."""
 
     def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
         self.folder, (self.ids, self.roles, self.offsets) = tokenized(file, tok)
@@ -151,15 +147,12 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# batches
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[int]]:
-    """
-    Indices in batches of similar length, so that little is padding: the longest times their number is at most
-    batch_tokens, unless a single conversation has more.
-    """
+    """Indices in batches of similar length, so that little is padding: the longest times their number is at most
+    batch_tokens, unless a single conversation has more."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)  # which of the same length come together is chance
     order.sort(key=lambda i: lengths[i])
@@ -183,10 +176,8 @@ def batches_of_step(step: int, n: int, accumulate: int, seed: int) -> list[int]:
 
 
 def collate(conversations: list[Conversation], device: str, multiple: int = 1) -> Conversation:
-    """
-    ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding, to a T that is
-    a multiple of `multiple`.
-    """
+    """ids, system and targets, (B, T) each, padded on the right, where causal attention sees no padding, to a T that is
+    a multiple of `multiple`."""
     T = -(-max(len(ids) for ids, _, _ in conversations) // multiple) * multiple
     columns = []
     for column, fill in zip(zip(*conversations), (0, False, -1)):
@@ -198,22 +189,22 @@ def collate(conversations: list[Conversation], device: str, multiple: int = 1) -
     return tuple(columns)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# hidden states beside the tokens
+# --- hidden states beside the tokens ----------------------------------------------------------------------------------
 
 
 class States:
-    """
-    What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
+    """What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
     conversations come by. The file has three parts: the states of all tokens; for each conversation the shape of the
-    batch in which they were computed, or 0 (their last bits depend on it); and the hash of all else that they depend on,
-    the tokens and `key` (anything that JSON can hold). OSError: there is no room.
-    """
+    batch in which they were computed, or 0 (their last bits depend on it); and the hash of all else that they depend
+    on, the tokens and `key` (anything that JSON can hold). OSError: there is no room."""
 
-    def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, key: list):
+    def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, device: str, key: list):
         self.lengths, self.width, self.dtype = conversations.lengths, width, dtype
         self.starts = [n * width * dtype.itemsize for n in itertools.accumulate(self.lengths, initial=0)]  # in bytes
-        about = [key, conversations.about, self.lengths, width, str(dtype)]
+        on_gpu = device.startswith("cuda")
+        chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+        machine = [device.split(":")[0], chip, torch.get_num_threads(), torch.__version__]
+        about = [key, machine, conversations.about, self.lengths, width, str(dtype)]
         mark = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         file = conversations.folder / f"{mark[:12]}.states"
         self.path, self.size, n = file, self.starts[-1], 8 * len(self.lengths)

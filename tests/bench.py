@@ -28,10 +28,10 @@ from torch import Tensor
 from cal import attach, cast, lora_rank, trainable
 from data.chat import Tokenizer, render
 from data.download import checkpoint
+from data.files import read_jsonl
 from data.hierarchy.prepare import HERE as HIERARCHY
 from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversation, Conversations, collate, make_batches
-from data.files import read_jsonl
 from model import Cache, Transformer, pick_device
 from sample import BASE, load_base
 from tests import plan

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from cal import PLACEMENTS, attach, sizes, trainable
 from data.download import CHECKPOINTS, ROOT, checkpoint, hub_file
+from data.report import markdown
 from model import Config, Transformer
 from sample import BASE
 from train import flops
@@ -205,10 +206,6 @@ def plan(
         flops={name: n / (B * length) for name, n in work.items()},
         largest=sorted(((*about, n, about[2] * n) for about, n in count.items()), key=lambda row: -row[-1])[:8],
     )
-
-
-def markdown(head: list, rows: list[list]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def report(plans: dict[str, Plan]) -> str:

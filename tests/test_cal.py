@@ -23,7 +23,6 @@ from tests.small import (
     trained_block,
 )
 
-
 # --- placements ---------------------------------------------------------------------------------------------------
 
 # our choice, written out by hand: boundary b is "after layer b"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from data.hierarchy import prepare as module
 from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain, right
 

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from cal import PLACEMENTS, CrossAttentionLayer, attach, attention_mask, trainable
 from model import Config, Transformer
-from tests.small import FP32_AND_BF16, IDS, PROMPTS, SYSTEM, SYSTEMS, TARGETS, base, places_that_save, trained, trained_block
+from tests.small import (
+    FP32_AND_BF16,
+    IDS,
+    PROMPTS,
+    SYSTEM,
+    SYSTEMS,
+    TARGETS,
+    base,
+    places_that_save,
+    trained,
+    trained_block,
+)
 
 
 def bits(*rows: str) -> Tensor:

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cal import attach, trainable
 from model import Config, Transformer
 from tests import plan as module
-from tests.small import ROOT, run
 from tests.plan import Ledger, plan
+from tests.small import ROOT, run
 from train import flops
 
 METHODS = pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full"])

@@ -183,7 +183,7 @@ def doubled(ids: torch.Tensor) -> torch.Tensor:
 def states_of(file: Path, tok: Tokenizer, key: str = "weights") -> tuple[States, torch.Tensor]:
     conversations = Conversations(file, tok, 1024)
     ids, _, _ = collate([conversations[1], conversations[0]], "cpu")
-    return States(conversations, 2, torch.bfloat16, [key]), ids
+    return States(conversations, 2, torch.bfloat16, "cpu", [key]), ids
 
 
 def refuse(_: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from data.chat import Tokenizer
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
@@ -36,10 +36,8 @@ def holds_for_any_request(example: dict) -> bool:
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
-    """
-    Writes folder/examples.jsonl and returns the examples: the system message of a sys_ifeval prompt, and other prompts'
-    requests as the turns, from a seed; none is the rules' own, so that turns differ in their place alone.
-    """
+    """Writes folder/examples.jsonl and returns the examples: the system message of a sys_ifeval prompt, and other
+    prompts' requests as the turns, from a seed; none is the rules' own, so that turns differ in their place alone."""
     source = prepare_sys_ifeval(folder)
     # our choice: requests that are long, a text to edit for instance, are left out: they would fill the context
     requests = [e["messages"][-1]["content"] for e in source if len(e["messages"][-1]["content"]) < 300]
@@ -60,7 +58,4 @@ def finish(examples: list[dict], args: argparse.Namespace, tok: Tokenizer) -> li
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    run_prepare(prepare, HERE)

@@ -82,10 +82,8 @@ def split(record: dict) -> tuple[str, list[tuple[str, str]]]:
 
 
 def read_examples(file: Path) -> tuple[list[dict], int]:
-    """
-    The first EXAMPLES examples of a file, and how many conversations on the way were left out because their first call
-    can't be asked for. ValueError names the record that is no conversation.
-    """
+    """The first EXAMPLES examples of a file, and how many conversations on the way were left out because their first
+    call can't be asked for. ValueError names the record that is no conversation."""
     examples, left_out = [], 0
     for number, record in stream(file):
         try:
@@ -113,10 +111,8 @@ def read_examples(file: Path) -> tuple[list[dict], int]:
 
 
 def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
-    """
-    Writes folder/examples.jsonl from `source` (None: the published file) and returns its {"id", "messages", "call"}.
-    Raises what download raises, FileNotFoundError without a source, and ValueError for a damaged file.
-    """
+    """Writes folder/examples.jsonl from `source` (None: the published file) and returns its {"id", "messages", "call"}.
+    Raises what download raises, FileNotFoundError without a source, and ValueError for a damaged file."""
     if source is None:
         try:
             source = download(URL, folder / "raw" / NAME)

@@ -11,11 +11,9 @@ QUOTED = re.compile(r"""("arguments":\s*)'(\{.*?\})'(?=\s*[,}])""", re.DOTALL)
 
 
 def parse_call(text: str) -> dict | None:
-    """
-    {"name", "arguments"} of the first call in a text; what isn't given is None, or {} for the arguments. None if the
-    call is no JSON object. Our choice: the tag may be missing, and words may stand before and behind the call.
-    The arguments may be an object, a string of JSON, or JSON between single quotes, as the data set has them.
-    """
+    """{"name", "arguments"} of the first call in a text; what isn't given is None, or {} for the arguments. None if the
+    call is no JSON object. Our choice: the tag may be missing, and words may stand before and behind the call. The
+    arguments may be an object, a string of JSON, or JSON between single quotes, as the data set has them."""
     call = text.partition(TAG)[2] or text
     call = QUOTED.sub(lambda match: match[1] + match[2].replace("\\'", "'"), call, count=1)
     try:
@@ -37,10 +35,9 @@ def equal(a: object, b: object) -> bool:
 
 
 def score(example: dict, reply: str) -> dict[str, bool]:
-    """
-    The reply's call against example["call"], {"name", "arguments"}. Our choice: arguments are right if they are all the
-    same, texts letter by letter, in any order of the names; a call is right if its function and its arguments are.
-    """
+    """The reply's call against example["call"], {"name", "arguments"}. Our choice: arguments are right if they are all
+    the same, texts letter by letter, in any order of the names; a call is right if its function and its arguments
+    are."""
     call, target = parse_call(reply), example["call"]
     right_function = call is not None and call["name"] == target["name"]
     right_arguments = call is not None and equal(call["arguments"], target["arguments"])

@@ -3,13 +3,11 @@
 1,319 test questions, each after the same eight exemplars with a chain of thought (exemplars.txt).
 """
 
-import argparse
 import re
-import sys
 from pathlib import Path
 
 from data.download import download
-from data.files import read_published, write_examples
+from data.files import read_published, run_prepare, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
@@ -39,8 +37,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    try:
-        print(f"{len(prepare())} examples: {HERE / 'examples.jsonl'}")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

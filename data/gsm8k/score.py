@@ -21,8 +21,8 @@ NUMBER = re.compile(
 
 
 def numbers(text: str) -> list[Fraction]:
-    """The numbers of a text. Currencies, units and percent signs are dropped: "$1,234.50", "50%" and "-3/4 cup" count as
-    1234.5, 50 and -0.75. Words are no numbers."""
+    """The numbers of a text. Currencies, units and percent signs are dropped: "$1,234.50", "50%" and "-3/4 cup" count
+    as 1234.5, 50 and -0.75. Words are no numbers."""
     text = text.replace("−", "-")  # the minus sign of Unicode
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     text = re.sub(r"\\?[$€£]", "", text)

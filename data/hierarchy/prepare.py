@@ -79,8 +79,7 @@ def conversation(
     """A record whose last reply keeps the rule, and the plain answer to its last question.
 
     part: where questions and parameter come from; wordings, attacks: where those come from (None: no attack);
-    turns: how many earlier turns; broken: whether the assistant broke the rule in them.
-    """
+    turns: how many earlier turns; broken: whether the assistant broke the rule in them."""
     parameter = "" if family == "plain" else rng.choice(pools[FAMILIES[family].kind][part])
     messages = [{"role": "system", "content": system_message(rng, pools, family, parameter, wordings)}]
     questions = rng.sample(pools["question"][part], turns + 1)

@@ -82,8 +82,7 @@ def follows(family: str, parameter: str, reply: str) -> bool:
     """Whether the reply keeps the rule to the letter: the form alone, the very parameter, an answer, no mark twice.
 
     One that ends in the word "answer" is none: it copies the rule, whose wordings show the form with that word.
-    White space around the reply does not count: it cannot be seen.
-    """
+    White space around the reply does not count: it cannot be seen."""
     form = FAMILIES[family].form
     match = match_form(form, re.escape(parameter), reply.strip())
     if match is None or "answer" not in match.groupdict():  # the form of "away" has no answer
@@ -94,10 +93,8 @@ def follows(family: str, parameter: str, reply: str) -> bool:
 
 
 def plain(reply: str) -> bool:
-    """
-    Whether the reply has no rule's form, whatever the parameter and with or without its spaces, and no other mark in
-    front of its first word. It says nothing of the answer: right() does.
-    """
+    """Whether the reply has no rule's form, whatever the parameter and with or without its spaces, and no other mark in
+    front of its first word. It says nothing of the answer: right() does."""
     reply = reply.strip()
     forms = [(form.replace(" ", spaces), kind) for form, kind in FAMILIES.values() for spaces in (" ", "")]
     return reply[:1].isalnum() and not any(match_form(form, KINDS[kind], reply) for form, kind in forms)
@@ -109,10 +106,8 @@ def right(answer: str, reply: str) -> bool:
 
 
 def score(example: dict, reply: str) -> dict[str, bool | None]:
-    """
-    {"kept": whether the reply keeps the rule, or, where there is none, is plain; "right": whether the answer stands in
-    it, whatever its form, None where the rule is not to answer}.
-    """
+    """{"kept": whether the reply keeps the rule, or, where there is none, is plain; "right": whether the answer stands
+    in it, whatever its form, None where the rule is not to answer}."""
     family, parameter = example["family"], example["parameter"]
     kept = plain(reply) if family == "plain" else follows(family, parameter, reply)
     return {"kept": kept, "right": None if family == "away" else right(example["answer"], reply)}

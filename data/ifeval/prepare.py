@@ -1,11 +1,10 @@
 """Make IFEval's 541 prompts (Zhou et al. 2023, arXiv 2311.07911): `python -m data.ifeval.prepare`."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from data.download import download
-from data.files import read_published, write_examples
+from data.files import read_published, run_prepare, write_examples
 from data.ifeval.score import CHECKERS
 
 HERE = Path(__file__).parent
@@ -30,11 +29,9 @@ def make_example(record: dict, messages: list[dict]) -> dict:
 
 
 def make_examples(url: str, folder: Path, messages: Callable[[dict], list[dict]]) -> list[dict]:
-    """
-    Downloads a file of IFEval's shape to folder/raw, writes folder/examples.jsonl, returns the examples in the file's
-    order. messages: what is said to the model, from a line's record. Raises ValueError for a damaged file, and what
-    data.download.download raises.
-    """
+    """Downloads a file of IFEval's shape to folder/raw, writes folder/examples.jsonl, returns the examples in the
+    file's order. messages: what is said to the model, from a line's record. Raises ValueError for a damaged file, and
+    what data.download.download raises."""
     raw = download(url, folder / "raw" / url.rsplit("/", 1)[-1])
     examples = read_published(raw, lambda record: make_example(record, messages(record)))
     return write_examples(folder, examples)
@@ -46,7 +43,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

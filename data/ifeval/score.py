@@ -13,8 +13,7 @@ from collections.abc import Callable
 # max_gen_toks of the task `ifeval` in EleutherAI's lm-evaluation-harness; Google's own code does not generate
 MAX_NEW_TOKENS = 1280
 
-# ----------------------------------------------------------------------------------------------------------------------
-# words, sentences and languages
+# --- words, sentences and languages -----------------------------------------------------------------------------------
 
 
 def compare(count: int, relation: str, bound: int) -> bool:
@@ -69,10 +68,8 @@ def count_sentences(text: str) -> int:
 
 
 def count_capital_words(text: str) -> int:
-    """
-    The number of words in capitals alone, among the words that NLTK's Treebank tokenizer makes: "I'M" is two of them,
-    "well-KNOWN" none, and "A/B" one.
-    """
+    """The number of words in capitals alone, among the words that NLTK's Treebank tokenizer makes: "I'M" is two of
+    them, "well-KNOWN" none, and "A/B" one."""
     text = re.sub(r"""[;@#$%&?!*`"<>()\[\]{}«»“”‘’„‒–—―]|--|''|[:,](?!\d)|\.{2,}|\.(?=['\s]|$)""", " ", text)
     text = re.sub(r"(?<=[^' ])('[sSmMdD]|'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)(?=\s|$)", r" \1", text)
     text = re.sub(r"(?i)\b(can(?=not\b)|gim(?=me\b)|gon(?=na\b)|got(?=ta\b)|lem(?=me\b)|wan(?=na\b))", r"\1 ", text)
@@ -254,8 +251,7 @@ CHECKERS: dict[str, Callable[[str, dict], bool | None]] = {
     "startend:quotation": quotation,
 }
 
-# ----------------------------------------------------------------------------------------------------------------------
-# verdicts
+# --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def variants(reply: str) -> list[str]:
@@ -266,11 +262,10 @@ def variants(reply: str) -> list[str]:
 
 
 def verify(instruction_id: str, kwargs: dict, prompt: str, reply: str, loose: bool = False) -> bool | None:
-    """
-    Whether the reply follows an instruction: as it is, or, loosely, in any of its eight variants. A blank one never
+    """Whether the reply follows an instruction: as it is, or, loosely, in any of its eight variants. A blank one never
     does. None: it can't be decided here. The id may carry the prefix "en:". Raises ValueError for an unknown
-    instruction, and for one whose kwargs lack something. prompt: the user's, repeated where kwargs name no other text.
-    """
+    instruction, and for one whose kwargs lack something. prompt: the user's, repeated where kwargs name no other
+    text."""
     name = instruction_id.removeprefix("en:")
     if name not in CHECKERS:
         raise ValueError(f"{instruction_id} is none of IFEval's 25 instructions: prepare the examples again")

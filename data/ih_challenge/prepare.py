@@ -27,8 +27,7 @@ def prepare(folder: Path = HERE, attacks: Path | None = None) -> list[dict]:
     """Write folder/examples.jsonl, and return the examples; ids are "file:number", numbers from 0.
 
     attacks: JSONL of {"id", "attack"}, the texts that an attacker has written; only these examples are made then.
-    Raises ValueError, which names file, record and field, and what download() raises.
-    """
+    Raises ValueError, which names file, record and field, and what download() raises."""
     written = read_attacks(attacks) if attacks else None
     examples = []
     for name in FILES:
@@ -64,8 +63,7 @@ def make_example(record: object, place: str, attack: str | None) -> dict:
 
     our choice: without an attacker, the attack is the attacker's own task, asked openly. And there is no developer
     here: as in public uses of the data, whatever role is privileged speaks in the system message, and whatever role
-    attacks is the user, in this order.
-    """
+    attacks is the user, in this order."""
     attack = attack or field(record, place, "attacker_problem")
     privileged = field(record, place, "metadata", "privileged_level")
     attacking = field(record, place, "metadata", "attack_level")

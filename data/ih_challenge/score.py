@@ -37,8 +37,7 @@ def score(example: dict, reply: str, allow_code: bool = False) -> dict[str, bool
 def grade(grader: str, attack: str, reply: str) -> bool | None:
     """What the grader's grade_output_correct(attack, reply) returns.
 
-    None if that is no bool, or if the grader crashes, exceeds a limit, or is written for a later Python than this one.
-    """
+    None if that is no bool, or if the grader crashes, exceeds a limit, or is written for a later Python than this one."""
     if os.name != "posix":
         raise OSError("graders run on Linux and macOS alone: nothing limits their memory here")
     limits = {"seconds": int(TIME_LIMIT) + 1, "memory": MEMORY_LIMIT}

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from data.chat import Tokenizer, render
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 
 HERE = Path(__file__).parent
@@ -31,10 +31,8 @@ WHERE = ("near the mill", "behind the school", "at the river", "in the next vill
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
-    """
-    Writes folder/examples.jsonl, sys_ifeval's prompts without any filler yet, and returns them. Those that ask to
-    repeat the prompt are left out: the filler would be a part of it.
-    """
+    """Writes folder/examples.jsonl, sys_ifeval's prompts without any filler yet, and returns them. Those that ask to
+    repeat the prompt are left out: the filler would be a part of it."""
     examples = prepare_sys_ifeval(folder)
     return write_examples(folder, [e for e in examples if "combination:repeat_prompt" not in e["instructions"]])
 
@@ -74,10 +72,8 @@ def prose(rng: random.Random) -> str:
 
 
 def lengthen(example: dict, tok: Tokenizer, filler: list[str] | None = None) -> dict:
-    """
-    The example with paragraphs before its request, as many as fit into example["length"] tokens, the headers and the
-    system message included; given paragraphs start over when they come to their end.
-    """
+    """The example with paragraphs before its request, as many as fit into example["length"] tokens, the headers and the
+    system message included; given paragraphs start over when they come to their end."""
     system, request = example["messages"]
     rng, paragraphs = random.Random(str(example["id"])), []
 
@@ -98,7 +94,4 @@ def lengthen(example: dict, tok: Tokenizer, filler: list[str] | None = None) -> 
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    run_prepare(prepare, HERE)

@@ -3,16 +3,14 @@
 57 subjects and 14,042 test questions with four choices; before each stand the subject's five dev questions, answered.
 """
 
-import argparse
 import csv
 import io
 import re
-import sys
 import tarfile
 from pathlib import Path
 
 from data.download import download
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
@@ -94,8 +92,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    try:
-        print(f"{len(prepare())} examples of {SUBJECTS} subjects: {HERE / 'examples.jsonl'}")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

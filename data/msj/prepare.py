@@ -7,7 +7,7 @@ question. The idea is Anil et al.'s (2024): the longer the history of misbehavio
 import random
 from pathlib import Path
 
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 from data.hierarchy.prepare import conversation, make_pools
 from data.hierarchy.score import FAMILIES
 
@@ -39,4 +39,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
+    run_prepare(prepare, HERE)

@@ -7,11 +7,10 @@ choice: the task is the system message and the text is the user's, with nothing 
 """
 
 import json
-import sys
 from pathlib import Path
 
 from data.download import download
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/egozverev/aside/main/experiments/data/SEP_validation_feb25.json"
@@ -42,16 +41,11 @@ def read_examples(file: Path) -> list[dict]:
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
-    """
-    Writes folder/examples.jsonl and returns its {"id", "asks", "witness"}; asks: the probe in the data, then in the
-    instruction. Raises what download raises, and ValueError for a damaged file.
-    """
+    """Writes folder/examples.jsonl and returns its {"id", "asks", "witness"}; asks: the probe in the data, then in the
+    instruction. Raises what download raises, and ValueError for a damaged file."""
     examples = read_examples(download(URL, folder / "raw" / "SEP_validation_feb25.json"))
     return write_examples(folder, examples)
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare()):,} examples in {HERE / 'examples.jsonl'}")
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

@@ -69,8 +69,7 @@ class FileChanged(Exception):
     """The server has another file than the one whose first blocks were read."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# records
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def read_records(file: Path) -> Iterator[tuple[str, object]]:
@@ -178,8 +177,7 @@ def make_messages(turns: list[tuple[str, str | None]]) -> tuple[list[dict], str 
     return messages, "length" if sum(len(message["content"]) for message in messages) > LONGEST else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the corpus
+# --- the corpus -------------------------------------------------------------------------------------------------------
 
 
 def take(
@@ -238,11 +236,9 @@ def deal(kept: list[Path], folder: Path, seed: int) -> None:
 
 
 def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0) -> dict:
-    """
-    Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
-    what is in sources.json. Benchmarks are looked for beside `folder`. Each source that is complete stays in
-    folder/raw until all are. Raises what download raises, and ValueError for a record of an unknown form.
-    """
+    """Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
+    what is in sources.json. Benchmarks are looked for beside `folder`. Each source that is complete stays in folder/raw
+    until all are. Raises what download raises, and ValueError for a record of an unknown form."""
     if n < 2:
         raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
     for file in files or []:

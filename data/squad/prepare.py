@@ -3,13 +3,11 @@
 Where that can't be had, of XQuAD's English part (arXiv 1910.11856): 1,190 questions of the dev set, in the same shape.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 from data.download import download
-from data.files import write_examples
+from data.files import run_prepare, write_examples
 
 HERE = Path(__file__).parent
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
@@ -60,9 +58,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    try:
-        examples = prepare()
-        print(f"{len(examples)} examples of {examples[0]['source']}: {HERE / 'examples.jsonl'}")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

@@ -4,9 +4,9 @@ Mu et al. (arXiv 2502.12197) moved the instructions of IFEval's 541 prompts into
 checkers stay those of data/ifeval.
 """
 
-import sys
 from pathlib import Path
 
+from data.files import run_prepare
 from data.ifeval.prepare import make_examples
 
 HERE = Path(__file__).parent
@@ -19,7 +19,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare())} examples in {HERE / 'examples.jsonl'}")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)

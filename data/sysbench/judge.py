@@ -33,8 +33,7 @@ def ask_judge(messages: list[dict], model: str, temperature: float = 0.0) -> str
     """The model's reply.
 
     Goes on asking through 429, 5xx and broken connections. Raises PermissionError (401, 403), ConnectionError (no
-    answer after all tries), ValueError (no address, or the endpoint does not take the request).
-    """
+    answer after all tries), ValueError (no address, or the endpoint does not take the request)."""
     url = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1").rstrip("/") + "/chat/completions"
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url} is no endpoint: OPENAI_BASE_URL must start with http:// or https://")
@@ -85,8 +84,7 @@ def judge(rows: list[dict], model: str, file: Path) -> list[list[dict[str, bool]
 
     rows: examples, each with its list of replies as "reply". file: JSONL, a line for each verdict the moment it is
     there, so that a run that broke off goes on. A judge that never gives a well-formed verdict leaves None, which is
-    kept too. Raises what ask_judge() raises, and ValueError for a damaged file.
-    """
+    kept too. Raises what ask_judge() raises, and ValueError for a damaged file."""
     asked = []  # for each row its turns' (key, id, turn, messages, criteria)
     for row in rows:
         questions = [judge_messages(row, turn, row["reply"]) for turn in range(len(row["turns"]))]

@@ -22,8 +22,7 @@ def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
     """Write folder/examples.jsonl, and return the examples.
 
     source: a local file instead of the published one: its JSON array, or JSONL of the shape that from_results() reads;
-    either may be gzipped. Raises ValueError, which names file and record, and what download() raises.
-    """
+    either may be gzipped. Raises ValueError, which names file and record, and what download() raises."""
     file = source or download(URL, folder / "raw" / "system_benchmark_eval_datas.json")
     examples = []
     for number, record in enumerate(read_records(file), start=1):
@@ -71,8 +70,7 @@ def from_published(record: dict) -> dict:
 def from_results(record: dict) -> dict:
     """An example of {"system_id", "system_prompt", "turns": [{"user", "criteria"}, …], "multi_rounds_related"}.
 
-    The criteria are lines "1. content | type", as the benchmark's tables of results have them.
-    """
+    The criteria are lines "1. content | type", as the benchmark's tables of results have them."""
     turns = [turn["user"] for turn in record["turns"]]
     criteria = [dict(line.split(". ", 1) for line in turn["criteria"].split("\n")) for turn in record["turns"]]
     return make_example(record, turns, criteria, record["multi_rounds_related"])

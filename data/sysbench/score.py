@@ -104,8 +104,7 @@ def judge_messages(example: dict, turn: int, replies: list[str]) -> list[dict]:
 def parse_verdict(text: str) -> dict[str, bool] | None:
     """The judge's verdict by criterion number; None where the text holds none, or anything but 是 (yes) and 否 (no).
 
-    our choice: only the verdict has to be well formed. The reason before it may hold quotes that no parser accepts.
-    """
+    our choice: only the verdict has to be well formed. The reason before it may hold quotes that no parser accepts."""
     results = RESULT.findall(text)
     if not results:
         return None
@@ -130,12 +129,10 @@ def verdicts(rows: list[dict], args: argparse.Namespace) -> list[dict]:
 
 
 def score(example: dict, replies: list[str]) -> dict:
-    """
-    The three rates of one conversation, from example["verdicts"], one a turn; the replies are the judge's to read.
+    """The three rates of one conversation, from example["verdicts"], one a turn; the replies are the judge's to read.
 
     "CSR": a bool for each criterion of all turns; "ISR": a bool for each turn; "SSR": float in 0..1 (tab4_turn.py of
-    the benchmark). None stands wherever a missing verdict leaves it open.
-    """
+    the benchmark). None stands wherever a missing verdict leaves it open."""
     csr = [
         None if verdict is None else verdict[number]
         for criteria, verdict in zip(example["criteria"], example["verdicts"])

@@ -6,12 +6,11 @@ and the 1,060 honest users of the same accounts (helpful). The game had a defenc
 there is such a post-prompt it is the end of the user's message, as published; the paper's headline leaves these out.
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 
 from data.download import download
-from data.files import read_published, write_examples
+from data.files import read_published, run_prepare, write_examples
 
 HERE = Path(__file__).parent
 URL = "https://raw.githubusercontent.com/normster/RealGuardrails/main/evals/tensortrust/inputs"
@@ -29,10 +28,8 @@ def make_example(record: dict, group: str) -> dict:
 
 
 def prepare(folder: Path = HERE) -> list[dict]:
-    """
-    Writes folder/examples.jsonl and returns its {"id", "group", "messages", "access_code", "has_post_prompt"}.
-    Raises what download raises, and ValueError for a damaged file.
-    """
+    """Writes folder/examples.jsonl and returns its {"id", "group", "messages", "access_code", "has_post_prompt"}.
+    Raises what download raises, and ValueError for a damaged file."""
     examples = []
     for group in GROUPS:
         file = download(f"{URL}/{group}.jsonl", folder / "raw" / f"{group}.jsonl")
@@ -44,7 +41,4 @@ def prepare(folder: Path = HERE) -> list[dict]:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"{len(prepare()):,} examples in {HERE / 'examples.jsonl'}")
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE)
