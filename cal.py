@@ -27,7 +27,7 @@ from model import Config, RMSNorm, Transformer, attend, rope_tables, rotate
 def attention_mask(system: Tensor) -> tuple[Tensor, Tensor]:
     """From system, bool (B, T), True on the system prompt's tokens: positions (B, S), where each row's system tokens
     stand, and mask, bool (B, T, S). S is the most that a row has; rows with fewer fill up with position 0, masked."""
-    # our choice: one formula, token i sees system token j  iff  j <= i
+    # our choice: one formula, the token at place i sees the system token at place j  iff  j <= i
     #   before the prompt: nothing; inside it: itself and what precedes it; after it: all of it
     counts = system.sum(dim=1, keepdim=True)  # (B, 1)
     S = int(counts.max())
@@ -79,12 +79,12 @@ class CrossAttentionLayer(nn.Module):
 
     def forward(self, x: Tensor, system: Tensor | None, cache: dict[str, Tensor] | None = None,
                 anchor: tuple[Tensor, Tensor] | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        """x (B, T, D) and system, bool (B, T), give (B, T, D). anchor is attention_mask(system), where that is known
-        already. In generation the first call leaves the prompt's keys and values in cache; later calls, whose tokens
+        """x (B, T, D) and system, bool (B, T), give (B, T, D). anchor is what attention_mask(system) gives, where that is
+        known already. In generation the first call leaves the prompt's keys and values in cache; later calls, whose tokens
         all come after the prompt, read them there, and they never grow. positions (1 or B, T) are those of x's tokens,
         for --cal_rope alone; None is 0..T-1."""
         B, T, D = x.shape
-        if cache:
+        if cache:  # not empty: the call that read the prompt has filled it
             k, v, mask, sees = (cache[name] for name in ("k", "v", "mask", "sees"))
             mask = mask.expand(B, T, -1)
         elif system is None:
@@ -93,11 +93,11 @@ class CrossAttentionLayer(nn.Module):
             where, mask = anchor or attention_mask(system)  # (B, S), (B, T, S)
             prompt = self.norm1(x.gather(1, where[:, :, None].expand(-1, -1, D)))  # (B, S, D)
             k, v = self.heads(self.k_proj(prompt), where), self.heads(self.v_proj(prompt))  # (B, K, S, C)
-            # The softmax over no key at all is NaN. So a token that sees no system token is shown all of them here, and
+            # The softmax over no key at all is NaN. So a token that sees no system token is shown every key here, and
             # the last line of this function throws away what it made of them.
             sees = mask.any(dim=-1, keepdim=True)  # (B, T, 1)
             mask = mask | ~sees
-            if cache is not None and not torch.is_grad_enabled():
+            if cache is not None:
                 # all tokens of later calls come after the prompt: they see what the last token of this call sees
                 cache.update(k=k, v=v, mask=mask[:, -1:].clone(), sees=sees[:, -1:].clone())
         if mask.shape[-1] == 0:  # no system prompt in the whole batch
@@ -221,10 +221,11 @@ def attach(model: Transformer, method: str = "cal", placement: str = "late8th", 
     for name, value, known in (("method", method, METHODS), ("placement", placement, PLACEMENTS)):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-    c, device, boundaries = model.config, model.embed_tokens.weight.device, PLACEMENTS[placement](model.config.n_layers)
+    c, device = model.config, model.embed_tokens.weight.device
+    boundaries = PLACEMENTS[placement](c.n_layers)
     with torch.device("meta"):  # counted without memory
-        block = sum(p.numel() for p in CrossAttentionLayer(c, rope, ffn).parameters())
-    model.inserted.clear()
+        parameters = sum(p.numel() for p in CrossAttentionLayer(c, rope, ffn).parameters())  # of a CAL block
+    model.inserted.clear()  # of an earlier attach, as are the LoRAs
     replace(model.layers, LoRALinear, lambda lora: lora.linear)
     model.requires_grad_(method == "full")
     model.attention_mask = attention_mask if method == "cal" else None
@@ -233,10 +234,10 @@ def attach(model: Transformer, method: str = "cal", placement: str = "late8th", 
             model.inserted.update({str(b): CrossAttentionLayer(c, rope, ffn) for b in boundaries})
         if method == "mlp":
             # a norm of D and three matrices of D x width
-            width_of_cal = round((block - c.hidden_size) / (3 * c.hidden_size))
+            width_of_cal = round((parameters - c.hidden_size) / (3 * c.hidden_size))
             model.inserted.update({str(b): ParallelMLP(c, width or width_of_cal) for b in boundaries})
         if method == "lora":
-            rank_of_cal = lora_rank(model, block * len(boundaries))
+            rank_of_cal = lora_rank(model, parameters * len(boundaries))
             replace(model.layers, nn.Linear, lambda linear: LoRALinear(linear, rank or rank_of_cal))
     model.to(device)
     model.adapter = {"method": method, "placement": placement, "rope": rope, "ffn": float(ffn), "rank": rank, "width": width}
@@ -322,6 +323,8 @@ def load_trainable(model: Transformer, state: dict[str, Tensor]) -> None:
     if odd := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         shapes = f"the shape {theirs.get(odd[0])} instead of {ours.get(odd[0])}"
         raise ValueError(f"{odd[0]}, one of {len(odd)} such tensors, has {shapes}")
+    if bad := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{bad[0]} is not finite")
     for name, p in trainable(model).items():
         p.copy_(state[name])
 

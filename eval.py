@@ -31,7 +31,7 @@ import platform
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -45,7 +45,7 @@ from data.chat import Tokenizer
 from data.download import weights_source
 from data.tokens import Conversations, collate, make_batches
 from model import Transformer
-from sample import add_model_flags, load, prompt
+from sample import add_model_flags, load, prompt, stop_ids
 
 EXAMPLES = files.ROOT / "data"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
@@ -64,7 +64,7 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     if load_all := hook(task, "prepare", "load"):
         return load_all(args.limit)
     file = EXAMPLES / task / "examples.jsonl"
-    if not file.is_file():
+    if not file.is_file() or not files.is_fresh(file.parent):
         hook(task, "prepare", "prepare")(file.parent)
     examples = []
     for place, example in files.json_lines(file):
@@ -100,8 +100,8 @@ def is_example(example: object) -> bool:
 
 def with_system(messages: list[dict], system: str) -> list[dict]:
     """The messages, with a system message in front if they have none and system is not empty."""
-    has_one = not system or (messages and messages[0]["role"] == "system")
-    return messages if has_one else [{"role": "system", "content": system}, *messages]
+    as_they_are = not system or (messages and messages[0]["role"] == "system")
+    return messages if as_they_are else [{"role": "system", "content": system}, *messages]
 
 
 def generate(
@@ -112,7 +112,8 @@ def generate(
     fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) + max_new_tokens <= model.config.max_positions]
     ids, systems = [prompts[i][0] for i in fitting], [prompts[i][1] for i in fitting]
     replies: list[str | None] = [None] * len(prompts)
-    for i, new in zip(fitting, model.generate(ids, systems, max_new_tokens, stop_ids=tok.stop_ids) if ids else []):
+    said = model.generate(ids, systems, max_new_tokens, stop_ids=stop_ids(model, tok)) if ids else []
+    for i, new in zip(fitting, said):
         replies[i] = tok.decode(new)
     return replies
 
@@ -209,9 +210,9 @@ def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> li
 def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Path) -> list[dict]:
     """The same of a model that adds nothing yet, loaded from the checkpoint directory path. The replies stay in
     .cache/, and serve every later run with the same weights, prompts, device, dtype and code."""
-    weight, code = model.embed_tokens.weight, [files.ROOT / name for name in ("model.py", "eval.py", "data/chat.py")]
-    stamps = files.stamps([*sorted(path.iterdir()), *code])
-    key = json.dumps([stamps, examples, str(weight.device), str(weight.dtype), torch.__version__], sort_keys=True)
+    weight, checkpoint = model.embed_tokens.weight, files.stamps(sorted(path.iterdir()))
+    about = [checkpoint, files.code_of_results(), examples, str(weight.device), str(weight.dtype), torch.__version__]
+    key = json.dumps(about, sort_keys=True)
     file = files.CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
         rows = files.read_jsonl(file)
@@ -262,6 +263,8 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
             rows[report.prompt_key(task, row)] = row = {"when": name, **row}
             kept.write(json.dumps(row) + "\n")
             kept.flush()
+    asked = {(report.group_of(e), e["id"]) for e in examples}  # the rest is of an earlier call that asked for more
+    others = [row for row in rows.values() if (report.group_of(row), row["id"]) not in asked]
     rows = [rows[key] for key in wanted]  # the longest were asked first
     rows = verdicts(rows, args) if verdicts else rows
     try:
@@ -273,7 +276,7 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
         about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        files.write_jsonl(file, rows)
+        files.write_jsonl(file, rows + others)
         files.write_json(args.out / f"{task}.json", about)
     return report.show({name: table}) + report.notes(rows, table)
 
@@ -318,6 +321,7 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
         flags["trained"] = adapter_info(args.adapter).get("flags")
     folders = [base, Path(args.adapter)] if args.adapter else [base]
     flags["weights"] = files.stamps(file for folder in folders for file in sorted(folder.glob("*.safetensors")))
+    flags["code"] = files.code_of_results()
     flags = json.loads(json.dumps(flags, default=str))  # as they are read back
     files.check_directory(args.out, flags, go_on=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -358,6 +362,12 @@ def main() -> None:
         return print_run(args.rescore, args.allow_code)
     if args.compare:
         return print_comparison(args.compare, args.plot, args.allow_code)
+    with files.claim(args.out) if args.out else nullcontext():
+        run_tasks(args)
+
+
+def run_tasks(args: argparse.Namespace) -> None:
+    """Asks all tasks, one after the other. ValueError if none of them could be run."""
     model, tok, path = load(args)
     if args.out:
         open_directory(args, path)

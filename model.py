@@ -9,9 +9,8 @@ V vocabulary, N target tokens.
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import call
 from pathlib import Path
 
 import torch
@@ -59,10 +58,13 @@ class Config:
             c |= {"eos_token_id": read_json(generation).get("eos_token_id") or c.get("eos_token_id")}
         try:
             family, heads, stop = c["model_type"], c["num_attention_heads"], c.get("eos_token_id")
-            # older files keep theta and the scaling apart, newer ones put both under rope_parameters
-            rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-            theta = rope.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
-            rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+            # older files keep theta and the scaling apart, newer ones have both under rope_parameters; where something
+            # stands twice, transformers' choice
+            rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+            theta = rope.get("rope_theta") or c.get("rope_theta") or 10000.0
+            rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+            original = "original_max_position_embeddings"
+            rope[original] = c.get(original) or rope.get(original) or c["max_position_embeddings"]
             config = cls(
                 vocab_size=c["vocab_size"],
                 hidden_size=c["hidden_size"],
@@ -145,11 +147,12 @@ class RMSNorm(nn.RMSNorm):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Grouped-query attention: q (B, H, T, C) over k and v (B, K, S, C) gives (B, T, H * C). mask is bool (B, T, S),
-    True where a query sees a key; without it attention is causal over T = S tokens."""
+    True where a query sees a key; without it attention is causal over T = S tokens. (On a CPU the end of this file puts
+    a faster one in its place.)"""
     (B, H, T, C), causal = q.shape, mask is None
     if T == 1:  # decoding: the H / K query heads that share a key head become rows of one product; no key is copied
-        q = q.view(B, k.shape[1], -1, C)
-    mask = None if causal else mask[:, None]
+        q, causal = q.view(B, k.shape[1], -1, C), False
+    mask = None if mask is None else mask[:, None]
     # softmax(Q K^T / sqrt(C)) V
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
     return y.reshape(B, H, T, C).transpose(1, 2).reshape(B, T, H * C)
@@ -223,11 +226,11 @@ class Cache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.positions = torch.zeros(batch, dtype=torch.long, device=device)  # where each row writes next
-        self.used = 0  # no row has written at or beyond this slot
+        self.used = 0  # the largest of these positions
         self.inserted: dict[str, dict[str, Tensor]] = {}  # what each inserted block keeps, by boundary
 
-    def start(self, T: int) -> Tensor:
-        """Positions (B, T) of the T tokens that every row is about to write."""
+    def advance(self, T: int) -> Tensor:
+        """Makes ready for the next T tokens of every row, and returns their positions (B, T)."""
         if torch.is_grad_enabled():
             raise RuntimeError("a cache holds no gradients: call the model under torch.no_grad()")
         device, fresh = self.positions.device, self.used == 0
@@ -242,7 +245,7 @@ class Cache:
         """Writes k and v (B, K, T, C) at the rows' slots; returns what the queries may read, and the mask for it."""
         self.keys[layer][self.rows, :, self.slots] = k.transpose(1, 2)
         self.values[layer][self.rows, :, self.slots] = v.transpose(1, 2)
-        if self.mask is None:
+        if self.mask is None:  # the prompt: it has all that it may read in its hands
             return k, v, None
         return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used], self.mask
 
@@ -260,33 +263,34 @@ class Cache:
 class HeadLoss(torch.autograd.Function):
     """The summed cross-entropy of hidden (N, D) under the head (V, D) for targets (N,), chunk by chunk: the N x V
     logits, the largest tensor of the program, never stand in memory. The gradient is a product of what the forward pass
-    has at hand, so it is taken there, and no logit is computed twice."""
+    has at hand, so it is taken there, and no logit is computed twice; the backward pass only multiplies by its g."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        loss, of_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
-        of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        ctx.gradients = of_hidden, of_head
-        for h, t, of_h in zip(hidden.split(chunk), targets.split(chunk), of_hidden.split(chunk)):
+        loss, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        ctx.gradients = grad_hidden, grad_head
+        for h, t, grad_h in zip(hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk)):
             logp = F.linear(h, head).float().log_softmax(-1)  # (chunk, V)
-            # L = -sum_i log p_i[t_i];  dL / dlogits = p - onehot(t)
+            # L = -sum_i log p_i[t_i]
             loss -= logp.gather(1, t[:, None]).sum()
-            if not any(ctx.needs_input_grad):
-                continue
-            d = logp.exp_()
-            d[torch.arange(len(t)), t] -= 1
-            of_h.copy_((d := d.to(h.dtype)) @ head)
-            if of_head is not None:
-                of_head += d.T @ h
+            if any(ctx.needs_input_grad):
+                # dL / dlogits = p - onehot(t)
+                grad_logits = logp.exp_()
+                grad_logits[torch.arange(len(t)), t] -= 1
+                grad_logits = grad_logits.to(h.dtype)
+                grad_h.copy_(grad_logits @ head)
+                if grad_head is not None:
+                    grad_head += grad_logits.T @ h
         return loss
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if d is None else d * g for d in ctx.gradients), None, None
+        return *(None if grad is None else grad * g for grad in ctx.gradients), None, None
 
 
 class Transformer(nn.Module):
-    """Embedding, L layers with whatever blocks are inserted between them, final norm, head."""
+    """Embedding, L layers with whatever blocks are inserted between them, final norm, head. Layers are counted from 1."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -304,32 +308,38 @@ class Transformer(nn.Module):
                 below_blocks: Tensor | None = None) -> Tensor:  # fmt: skip
         """ids (B, T) and system, bool (B, T), True on the system prompt's tokens, give hidden states (B, T, D) after
         the final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
-        tokens continue its rows. below_blocks (B, T, D) is self.below_blocks(ids), where that is known already."""
+        tokens continue its rows. below_blocks (B, T, D) is self.below_blocks(ids), where that is known already. The
+        head is not in it: logits() and loss() run it on those tokens alone that need it."""
         if system is not None and (system.shape != ids.shape or system.dtype != torch.bool):
             raise ValueError(f"system is {system.dtype} of {tuple(system.shape)}: give bool of {tuple(ids.shape)}")
         T = ids.shape[1]
         tokens, context = T + (cache.used if cache else 0), self.config.max_positions
         if tokens > context:
             raise ValueError(f"{tokens} tokens do not fit the model's context of {context}: shorten the conversation")
-        positions = cache.start(T) if cache else torch.arange(T, device=ids.device)[None]
+        if cache and cache.used and system is not None and system.any():
+            raise ValueError("the system prompt comes with the first call that fills a cache: its keys are kept from then on")
+        positions = cache.advance(T) if cache else torch.arange(T, device=ids.device)[None]
         x = self.embed_tokens(ids) if below_blocks is None else below_blocks  # (B, T, D)
-        done = 0 if below_blocks is None else self.layers_below_blocks
+        known = 0 if below_blocks is None else self.layers_below_blocks
         cos, sin = rope_tables(self.config, positions, x.dtype)
         # which token sees which system token is the same for every block: it is computed once
         anchor = self.attention_mask(system) if self.attention_mask and system is not None else None
-        run = call  # run(module, *args) is module(*args)
-        if self.grad_checkpoint and torch.is_grad_enabled():  # save its inputs alone, run it again in the backward pass
-            run = partial(recompute, use_reentrant=False, preserve_rng_state=False)
+        twice = self.grad_checkpoint and torch.is_grad_enabled()
+
+        def run(module: nn.Module, *args: object) -> Tensor:
+            """module(*args), which may save its inputs alone and run again in the backward pass."""
+            return recompute(module, *args, use_reentrant=False, preserve_rng_state=False) if twice else module(*args)
+
         # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
         # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
         for b, layer in enumerate(self.layers, start=1):
-            if b > done:
+            if b > known:
                 x = run(layer, x, cos, sin, cache)
             if (boundary := str(b)) in self.inserted:
                 kept = cache.inserted.setdefault(boundary, {}) if cache else None
                 x = run(self.inserted[boundary], x, system, kept, anchor, positions)
         if cache:
-            cache.positions = cache.positions + T
+            cache.positions = cache.positions + T  # not in place: generate sets them to a tensor of its own
         return self.norm(x)
 
     @property
@@ -365,8 +375,8 @@ class Transformer(nn.Module):
         #     loss = F.cross_entropy(logits, targets, reduction="sum")
         loss = HeadLoss.apply(hidden, self.head.weight, targets, chunk)
         if torch.is_grad_enabled() and not loss.requires_grad:
-            # No system token in the batch: CAL has changed nothing, and nothing that is trained leads to this loss.
-            # The training loop may call backward() all the same; it gives no gradient to anybody.
+            # nothing that is trained has a part in this loss (CAL has none without a system token): backward() may be
+            # called on it all the same, and gives nobody a gradient
             loss.requires_grad_()
         return loss, len(targets)
 
@@ -377,18 +387,25 @@ class Transformer(nn.Module):
         one sentence that names the file or tensor at fault."""
         config = Config.from_file(Path(path) / "config.json")
         with torch.device("meta"):  # shapes alone, no memory yet
-            model = cls(config)
+            model = cls(replace(config, tied=False))
         expected, weights = model.state_dict(), {}
         for name, tensor in read_tensors(Path(path)):
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
-                continue  # some files repeat what follows from the config, or the tied embedding
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # old files repeat here what follows from the config
             ours, shape = name.removeprefix("model."), tuple(tensor.shape)
             if ours not in expected or shape != (wanted := tuple(expected[ours].shape)):
                 asked = f"the shape {wanted}" if ours in expected else "no such tensor"
                 raise ValueError(f"{path} holds {name} of shape {shape}, but its config.json asks for {asked}")
             weights[ours] = tensor.to(device=device, dtype=dtype, copy=True)
-        if missing := expected.keys() - weights.keys():
-            raise ValueError(f"{path} lacks {len(missing)} tensors, such as {min(missing)}: download it again")
+        # a head that stands in the file is used, whatever config.json says, unless it is the embedding once more
+        head = weights.get("lm_head.weight")
+        if config.tied and (head is None or torch.equal(head, weights.get("embed_tokens.weight", head))):
+            model.config.tied = True
+            del model.lm_head
+            weights.pop("lm_head.weight", None)
+        if missing := model.state_dict().keys() - weights.keys():
+            hint = "is the head tied (tie_word_embeddings)?" if missing == {"lm_head.weight"} else "download it again"
+            raise ValueError(f"{path} lacks {len(missing)} tensors, such as {min(missing)}: {hint}")
         model.load_state_dict(weights, assign=True)
         return model.eval()
 
@@ -420,12 +437,12 @@ class Transformer(nn.Module):
         cache.positions = lengths
         for step in range(max_new_tokens):
             token = sample(self.logits(hidden), temperature, top_p, generator)  # (B,)
-            going = ~torch.isin(token, stops)
-            for row, new in zip(rows[going].tolist(), token[going].tolist()):
+            written = ~torch.isin(token, stops)
+            for row, new in zip(rows[written].tolist(), token[written].tolist()):
                 replies[row].append(new)
                 if on_token:
                     on_token(row, new)
-            going &= cache.positions < context
+            going = written & (cache.positions < context)
             if step + 1 == max_new_tokens or not going.any():
                 break
             if not going.all():  # finished rows leave the batch
@@ -447,7 +464,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint directory with its name, not yet in memory. Errors as in from_pretrained."""
     index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
-    if index.is_file():
+    if index.is_file() and not files[0].is_file():  # transformers, too, takes the single file where both are there
         names = set(read_json(index).get("weight_map", {"": ""}).values())
         if outside := [name for name in names if Path(name).name != name or not name]:
             raise ValueError(f"{index} names {outside[0]!r}, no file beside it: download the checkpoint again")
@@ -491,14 +508,14 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name or ("bf16" if native else "fp32")]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What makes a CPU fast: nothing above knows of it. attend goes through fp32; model.pack() packs the weights.
+# --- what makes a CPU fast --------------------------------------------------------------------------------------------
+# attend goes through fp32, everywhere; model.pack() packs the weights. Nothing above has to know of it.
 
 plain_attend = attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """attend as above. On a CPU fp32 is as fast as bf16 forward, up to five times as fast backward, and more exact."""
+    """attend as above. Over several tokens fp32 is as fast as bf16 here, five times as fast backward, and more exact."""
     if q.is_cpu and q.shape[2] > 1 and q.dtype == torch.bfloat16:
         return plain_attend(q.float(), k.float(), v.float(), mask).bfloat16()
     return plain_attend(q, k, v, mask)
@@ -506,43 +523,48 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 class Packed:
     """The weights of linear layers that read the same input, once more, in the order in which oneDNN reads them. One
-    product gives, to the bit, what the layers give one after the other; the first that is asked computes it for all."""
+    product gives, to the bit, what the layers give one after the other: q_proj computes it for q, k and v, k_proj and
+    v_proj find their parts."""
 
     @torch.no_grad()
     def __init__(self, layers: list[nn.Module]):
-        weights = [layer.weight.requires_grad_(False) for layer in layers]
+        weights = [layer.weight.requires_grad_(False) for layer in layers]  # frozen: this product has no gradient
         self.layers = [(layer, weight, weight._version) for layer, weight in zip(layers, weights)]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
         biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.last = (None, ())  # an input, and what the layers make of it
+        self.last = (None, ())  # the input of the last product, and its parts, one a layer
 
     def product(self, i: int, x: Tensor) -> Tensor:
         """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or the weight has changed."""
         layer, weight, version = self.layers[i]
-        same = layer.weight is weight and weight._version == version and not weight.requires_grad
+        same = layer.weight is weight and weight._version == version and not weight.requires_grad  # _version: in place
         if torch.compiler.is_compiling() or x.requires_grad or not same:
             return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
-        of, parts = self.last
-        if of is not x:
+        read, parts = self.last
+        if read is not x:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             parts = y.split([len(weight) for _, weight, _ in self.layers], dim=-1)
-        self.last = (x, parts) if i + 1 < len(parts) else (None, ())
+        self.last = (x, parts) if i + 1 < len(parts) else (None, ())  # nothing is kept once all have their parts
         return parts[i]
 
 
 def pack(model: Transformer) -> Transformer:
-    """Packs what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then."""
+    """Packs and freezes what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then."""
     groups: dict[str, list[nn.Module]] = {"head": [model.head]}
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and layer is not model.head:  # q, k, v of a layer read the same; so do gate, up
+        if isinstance(layer, nn.Linear) and layer is not model.head:
+            # q, k and v of a layer read the same input, so do gate and up; and a LoRA's A beside them, but not its B
             name = re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name)
             groups.setdefault(name, []).append(layer)
-    for name, layers in groups.items() if multiplies_bf16() else ():
-        if all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in layers):
+    for name, layers in groups.items():
+        if multiplies_bf16() and all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in layers):
             packed = Packed(layers)
             for i, layer in enumerate(layers):
-                setattr(*(model, "logits") if name == "head" else (layer, "forward"), partial(packed.product, i))
+                if name == "head":
+                    model.logits = partial(packed.product, i)
+                else:
+                    layer.forward = partial(packed.product, i)
     return model
 
 

@@ -65,7 +65,8 @@ def pack_if_small(model: Transformer) -> Transformer:
 
 
 def ready_to_ask(model: Transformer) -> None:
-    """Ends the training of what is attached: it is made as fast as the backbone, and no bit of a reply changes."""
+    """Ends the training of what is attached: it is made as fast as the backbone, which changes no bit of a reply, but
+    nothing is trainable any more."""
     cast(model)
     pack_if_small(model)
 
@@ -88,6 +89,11 @@ def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, To
     return model, tok, path
 
 
+def stop_ids(model: Transformer, tok: Tokenizer) -> list[int]:
+    """What ends a reply: the checkpoint's own ids, and the control tokens of its chat format."""
+    return [*model.config.stop_ids, *tok.stop_ids]
+
+
 def prompt(tok: Tokenizer, messages: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids and the system mask (both 1-D) that ask for the next reply."""
     ids, roles = render(tok, messages, add_generation_prompt=True)
@@ -108,7 +114,7 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    options = (args.max_new_tokens, args.temperature, args.top_p, tok.stop_ids, args.seed)
+    options = (args.max_new_tokens, args.temperature, args.top_p, stop_ids(model, tok), args.seed)
     model.generate([ids], [system], *options, on_token=on_token)
     if show:
         print(text[len(shown) :])

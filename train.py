@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -177,7 +177,8 @@ def start_processes(args: argparse.Namespace) -> tuple[int, int]:
 
 def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[Conversations, Conversations | None, str]:
     """What is learned from, what the validation loss is of, and a line about them."""
-    folder = files.ROOT / "data" / args.data if (files.ROOT / "data" / args.data).is_dir() else Path(args.data)
+    ours = files.ROOT / "data" / args.data
+    folder = ours if ours.is_dir() and Path(args.data).name == args.data else Path(args.data)  # ./sft is no data/sft
     file, max_tokens = folder / f"{args.split}.jsonl", min(args.max_tokens, context)
     if folder.resolve() == hierarchy.HERE:
         hierarchy.prepare_if_needed()
@@ -263,10 +264,10 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     if args.compile:
         compile_layers(model)
         multiple = 64  # lengths that suit the GPU
-    stopping: list[float] = []  # Ctrl-C ends the step first; a second one does not wait
+    asked: list[bool] = []  # Ctrl-C ends the step first; a second one does not wait
 
     def stop(*_: object) -> None:
-        stopping.append(1.0)
+        asked.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, stop)
@@ -287,9 +288,9 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
                 loss, _ = model.loss(model(ids, system, below_blocks=below), targets)
                 (loss / n).backward()
                 total += loss.item()
-            if world > 1:
-                total, stopped = sum_over_processes(parameters, [total, sum(stopping)])
-                stopping += [stopped] if stopped else []
+            stopping = bool(asked)
+            if world > 1:  # all of them stop after the same step
+                total, stopping = sum_over_processes(parameters, [total, float(stopping)])
             norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip)
             if not math.isfinite(total) or not norm.isfinite():
                 raise ValueError(f"step {step} has loss {total / n}, gradient norm {norm}: lower --lr")
@@ -329,6 +330,9 @@ def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], t
 def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str, before: list[dict]) -> None:
     """Saves the adapter, asks the test sets again, and writes and prints what came of the run."""
     out, count = args.out, sum(p.numel() for p in trainable(model).values())
+    about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}
+    about |= {"flags": flags, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    save_adapter(model, out, **about)  # first: whatever else fails, the training is not lost
     rows = files.read_jsonl(out / "metrics.jsonl") if count else []
     speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
     speed["mfu"] = median(row["mfu"] for row in rows) if rows and "mfu" in rows[0] else None
@@ -336,10 +340,7 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     if rows:
         mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown device"
         print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {mfu}")
-    about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}
     about |= {name: rows[-1].get(name) if rows else None for name in ("loss", "val_loss")}
-    about |= {"flags": flags, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    save_adapter(model, out, **about)
     ready_to_ask(model)
     # a reply has a new shape at every token: it is generated as the code stands
     with torch.compiler.set_stance("force_eager"):
@@ -352,10 +353,10 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     if before:
         table = show({"before": summarize(before), "after": summarize(after)})
         print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{table}\n")
-    for name in ("rules", "attacks"):
-        for old, new in [pair for pair in zip(before, after) if pair[1]["set"] == name][:1]:
-            print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
-            print(f"before:  {old['reply']!r}\nafter:   {new['reply']!r}\n")
+    for name in ("rules", "attacks") if before else ():
+        old, new = next(pair for pair in zip(before, after) if pair[1]["set"] == name)
+        print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
+        print(f"before:  {old['reply']!r}\nafter:   {new['reply']!r}\n")
     print(f'python sample.py --adapter {out} --both --system "…" --user "…" asks it yourself')
 
 
@@ -364,9 +365,17 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
 
 def main() -> None:
     args = read_flags()
+    first = os.environ.get("RANK", "0") == "0"  # of several processes the first alone writes
+    with files.claim(args.out) if first else nullcontext():
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Set-up, loop, report."""
     rank, world = start_processes(args)
     out, device, dtype = args.out, args.device, pick_dtype(args.dtype, args.device)
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
+    flags["code"] = files.code_of_results()
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # tf32 for what is in fp32
     started = files.check_directory(out, flags, args.resume) if rank == 0 else flags
@@ -379,7 +388,6 @@ def main() -> None:
     if started.get("text", data.about) != data.about:
         raise ValueError(f"the data has changed since the run in {out} was started: give the same, or start anew")
     if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         files.write_json(out / "flags.json", {**flags, "text": data.about})
         print(f"base {args.base} ({source}) on {device} in {args.dtype}\n{line}")
         if world > 1:

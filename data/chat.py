@@ -281,9 +281,14 @@ def chatml_pieces(tok: Tokenizer, messages: list[dict], add_generation_prompt: b
     for n, message in enumerate(messages, 1):
         speaker, content = SPEAKERS[message["role"]], message["content"]
         pieces.append((header(message["role"]), TEMPLATE))
-        if tok.thinks and speaker == ASSISTANT and n == len(messages):  # earlier replies never show thoughts
-            pieces.append((think, TEMPLATE))
-            content = content.lstrip("\n")
+        if tok.thinks and speaker == ASSISTANT:  # a reply's thoughts are shown in the last one alone
+            (thoughts, _, answer), last = content.rpartition("</think>"), n == len(messages)
+            if last and thoughts:
+                raise ValueError(f"message {n} has thoughts, <think>…</think>: leave them out, replies are made without here")
+            if last:
+                pieces.append((think, TEMPLATE))
+            if last or thoughts:
+                content = answer.lstrip("\n")
         pieces.append((tok.encode(content), speaker))
         pieces.append(([end], ASSISTANT if speaker == ASSISTANT else TEMPLATE))
         pieces.append((newline, TEMPLATE))

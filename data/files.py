@@ -1,13 +1,21 @@
 """The one place that reads and writes files: JSON, JSONL, what tells a file from a changed one, a run's directory."""
 
+import argparse
+import ast
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is held there
+    fcntl = None
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
@@ -69,18 +77,60 @@ def file_hash(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+# --- what a number depends on -----------------------------------------------------------------------------------------
+
+
+def source_hash(file: Path) -> str:
+    """A hash of a list or of code. Of code its syntax tree counts, without docstrings: rewording changes no number."""
+    if file.suffix != ".py":
+        return file_hash(file)
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def code_of_results() -> dict[str, str]:
+    """By name, the hashes of all code and lists that can change what a run of train.py or eval.py says."""
+    code = [ROOT / name for name in ("model.py", "cal.py", "train.py", "sample.py", "eval.py", "data/chat.py", "data/tokens.py")]
+    return {str(file.relative_to(ROOT)): source_hash(file)[:16] for file in [*code, *sources_of("hierarchy")]}
+
+
+def sources_of(task: str) -> list[Path]:
+    """The lists and the code in a task's folder."""
+    return sorted(file for file in (ROOT / "data" / task).iterdir() if file.suffix in (".tsv", ".txt", ".py"))
+
+
+def write_made(folder: Path, sources: list[Path], seed: int = 0) -> None:
+    """Notes in folder/made.json from which lists and code, and from which seed, the data in the folder was made."""
+    hashes = {str(file.relative_to(ROOT)): source_hash(file) for file in sources}
+    write_json(folder / "made.json", {"seed": seed, "sources": hashes})
+
+
+def is_fresh(folder: Path) -> bool:
+    """Whether the data in the folder was made from the lists and the code of today, as far as it is made from any."""
+    if not (folder / "made.json").is_file():
+        return True
+    with suppress(OSError, ValueError, LookupError, AttributeError):  # a source is gone, or the note is damaged
+        return all(source_hash(ROOT / name) == h for name, h in read_json(folder / "made.json")["sources"].items())
+    return False
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
     """Writes beside and renames, so that the file is never half there. OSError says which file, and why not."""
-    part = file.with_name(f"{file.name}.part")
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(file)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise OSError(f"{file} can't be written ({error.strerror}): mend that, and run this again") from None
+        failure = OSError(f"{file} can't be written ({error.strerror}): mend that, and run this again")
+        failure.errno = error.errno
+        raise failure from None
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -114,6 +164,8 @@ def keep_lines(file: Path, n: int) -> TextIO:
 
 def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
     """What `python -m data.TASK.prepare` does."""
+    about = sys.modules["__main__"].__doc__
+    argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(f"{len(prepare()):,} examples in {folder / 'examples.jsonl'}")
     except (OSError, ValueError) as error:
@@ -121,6 +173,26 @@ def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
 
 
 # --- a run's directory ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Holds a directory for this process alone, and takes away what dead ones have left half written. The system lets go
+    of it when the process ends, however it does. OSError: another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for part in folder.glob("*.part"):
+            part.unlink() if part.is_file() else shutil.rmtree(part)
+        yield
+    except BlockingIOError:
+        raise OSError(f"another run is at work in {folder}: wait until it is done, or give another --out") from None
+    finally:
+        os.close(handle)
+        with suppress(OSError):  # it stays if anything was written
+            folder.rmdir()
 
 
 def check_directory(out: Path, flags: dict, go_on: bool) -> dict:
@@ -138,6 +210,9 @@ def check_directory(out: Path, flags: dict, go_on: bool) -> dict:
         raise ValueError(f"{out} already holds a run: go on with --resume, give another --out, or delete it")
     started = read_json(out / "flags.json")
     if different := [name for name in flags if flags[name] != started.get(name)]:
-        names = ", ".join(f"--{name}" if name != "weights" else name for name in different)
+        names = ", ".join(f"--{name}" if name not in ("weights", "code") else name for name in different)
+        if "code" in different:
+            ours, theirs = flags["code"].items(), started.get("code", {}).items()
+            names += f" ({', '.join(sorted({name for name, _ in ours ^ theirs}))})"
         raise ValueError(f"the run in {out} was started with another {names}: give the same, or another --out")
     return started

@@ -203,7 +203,10 @@ def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
         own = run["flags"].pop("trained", None) or run["flags"]
         run["seed"] = own.get("seed")
         key = [{k: v for k, v in f.items() if k not in ("seed", "adapter", "weights")} for f in (own, run["flags"])]
-        groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
+        key = json.dumps(key, sort_keys=True, default=str)
+        if any(other["seed"] == run["seed"] for other in groups.get(key, [])):  # the same once more is no other seed
+            key = str(folder)
+        groups.setdefault(key, []).append(run)
     if not groups:
         raise ValueError(f"none of {', '.join(map(str, folders))} holds a complete run: give directories of train.py")
     named = {}

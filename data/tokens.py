@@ -28,6 +28,15 @@ ARRAYS = {"ids": np.uint32, "roles": np.uint8, "offsets": np.int64}
 Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
 
 
+def split(tok: Tokenizer, record: object) -> list[object]:
+    """The records that a record is learned from: itself, but for Qwen3 one for each reply that is learned, ending there,
+    since a reply must be learned behind what it will be generated behind, and only the last has its empty think block."""
+    if not tok.thinks or not isinstance(record, dict) or "train_on" in record or not isinstance(record.get("messages"), list):
+        return [record]
+    ends = [n for n, m in enumerate(record["messages"], 1) if isinstance(m, dict) and m.get("role") == "assistant"]
+    return [{"messages": record["messages"][:n], "train_on": "last"} for n in ends] or [record]
+
+
 def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
     """A conversation's ids and roles as training sees them: ASSISTANT on what is learned alone, so that with
     "train_on": "last" the replies before the last one are nobody's. ValueError: what is no conversation."""
@@ -128,13 +137,14 @@ def write(folder: Path, file: Path, tok: Tokenizer, about: dict) -> None:
         bar = tqdm(desc=f"tokenize {file.name}", leave=False, unit=" conversations", unit_scale=True)
         with bar, open(part / "ids.bin", "wb") as ids_file, open(part / "roles.bin", "wb") as roles_file:
             for place, record in json_lines(file):
-                try:
-                    ids, roles = tokenize(tok, record)
-                except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from None
-                ids_file.write(np.array(ids, np.uint32).tobytes())
-                roles_file.write(bytes(roles))
-                offsets.append(offsets[-1] + len(ids))
+                for learned in split(tok, record):
+                    try:
+                        ids, roles = tokenize(tok, learned)
+                    except ValueError as error:
+                        raise ValueError(f"{place}: {error}") from None
+                    ids_file.write(np.array(ids, np.uint32).tobytes())
+                    roles_file.write(bytes(roles))
+                    offsets.append(offsets[-1] + len(ids))
                 bar.update()
         np.array(offsets, np.int64).tofile(part / "offsets.bin")
         write_json(part / "about.json", {**about, "arrays": digest(part)})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import eval
+from data import files
 from data.download import checkpoint
 from model import Config, Transformer
 from tests.small import ROOT, SMOLLM2
@@ -36,7 +36,7 @@ def shared() -> Path:
 def cache_of_base_replies(tmp_path_factory: pytest.TempPathFactory):
     """The replies of the bases of tests go into a folder of the tests, not into .cache/."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval, "CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr(files, "CACHE", tmp_path_factory.mktemp("cache"))
         yield
 
 

@@ -1,6 +1,7 @@
 """cal.py: LoRA, ParallelMLP and full training beside CAL, of equal size, as a dial, and as files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,34 @@ def test_scale_0_is_the_base_bit_for_bit_and_1_is_as_trained(method, dtype):
     assert torch.equal(model(IDS, SYSTEM), base(dtype)(IDS)) and not torch.equal(full, base(dtype)(IDS))
     set_scale(model, 1.0)
     assert torch.equal(model(IDS, SYSTEM), full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["pack, attach", "attach, pack", "pack, attach, pack"])
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"])
+def test_a_lora_at_scale_0_is_the_packed_base_bit_for_bit_at_other_widths_and_in_any_order(name, order, shared):
+    """In bf16, one row and several: packed products of K = 4,864 and 8,960 are not those of unpacked weights."""
+    config = replace(Config.from_file(shared / "configs" / f"{name}.json"), n_layers=1, vocab_size=100)
+    torch.manual_seed(0)
+    model = Transformer(config).to(torch.bfloat16)
+    packed = Transformer(config).to(torch.bfloat16)
+    packed.load_state_dict(model.state_dict())
+    packed.pack()
+    for step in order.split(", "):
+        if step == "attach":
+            attach(model, "lora", rank=2)
+            for m in model.modules():
+                if isinstance(m, LoRALinear):
+                    m.B.weight.data.normal_()
+            cast(model)
+        else:
+            model.pack()
+    set_scale(model, 0.0)
+    if "attach, pack" not in order:
+        model.pack()
+    for T in (1, 7):
+        ids = torch.arange(T)[None]
+        assert torch.equal(model.logits(model(ids)), packed.logits(packed(ids)))
 
 
 @torch.no_grad()

@@ -227,10 +227,16 @@ def test_rows_that_end_early_take_their_anchor_with_them():
     assert model.generate(PROMPTS, SYSTEMS, max_new_tokens=25, stop_ids=[stop]) == expected
 
 
-def test_a_block_caches_nothing_while_gradients_are_on():
-    cache = {}
-    trained_block()(torch.randn(3, 20, 48), SYSTEM, cache)
-    assert cache == {}
+@torch.no_grad()
+def test_a_system_prompt_after_the_first_call_that_fills_a_cache_is_refused():
+    model, silent = trained(), torch.zeros(3, 10, dtype=torch.bool)
+    cache = Cache(model.config, 3, 20, torch.device("cpu"), torch.float32)
+    first = model(IDS[:, :10], SYSTEM[:, :10], cache)
+    with pytest.raises(ValueError, match="comes with the first call"):
+        model(IDS[:, 10:], ~silent, cache)
+    rest = model(IDS[:, 10:], silent, cache)  # flags that say nothing are no prompt
+    system = SYSTEM & (torch.arange(20) < 10)
+    torch.testing.assert_close(torch.cat((first, rest), dim=1), model(IDS, system), atol=1e-5, rtol=0)  # fp32 rounding
 
 
 def test_the_model_takes_no_cache_while_gradients_are_on():
@@ -421,6 +427,16 @@ def test_system_flags_of_another_shape_or_kind_are_refused_with_a_sentence(syste
     with pytest.raises(ValueError) as error:
         trained()(IDS, system)
     assert_one_sentence(error, "system is", "(3, 20)")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_is_not_finite_is_refused_with_the_tensors_name(value, tmp_path):
+    model = trained()
+    model.inserted["8"].v_proj.weight.data[3, 3] = value
+    save_adapter(model, tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_adapter(base(), tmp_path)
+    assert_one_sentence(error, "8.v_proj.weight", "not finite")
 
 
 def test_an_adapter_that_lacks_a_tensor_is_refused_with_its_name(tmp_path):

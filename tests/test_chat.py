@@ -10,6 +10,7 @@ import tokenizers
 import transformers
 
 from data.chat import ASSISTANT, SYSTEM, TEMPLATE, USER, Tokenizer, render
+from data.tokens import split, tokenize
 from tests.vocabularies import (
     ALPHABET,
     LLAMA3_ADDED,
@@ -146,6 +147,9 @@ def conversations(contents: list[str], seed: int) -> list[tuple[list[dict], bool
     while len(contents) > 8:
         roles = rng.choice(["s", ""]) + "u" + "".join(rng.choices("ua", k=rng.randint(0, 5)))
         messages = say(*(f"{role}: {contents.pop()}" for role in roles))
+        for message in messages:  # a reply's own thoughts are another matter: see the tests of Qwen3
+            if message["role"] == "assistant":
+                message["content"] = message["content"].replace("</think>", "</thought>")
         made.append((messages, rng.random() < 0.5))
     return made
 
@@ -304,6 +308,31 @@ def test_the_empty_think_block_is_template_and_made_of_added_tokens(toks):
         blank = tok.encode("\n\n")
         assert ids[at : at + 4] == [tok.special["<think>"], *blank, tok.special["</think>"], *blank]
         assert set(roles[at : at + 4]) == {TEMPLATE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_reply_that_is_learned_stands_behind_what_generation_puts_before_it(family, toks):
+    tok, messages = toks[family], say("s: Be brief.", "u: Hi", "a: Yes?", "u: More", "a: No!", "u: Why?", "a: So.")
+    learned = 0
+    for record in split(tok, {"messages": messages}):
+        ids, roles = tokenize(tok, record)
+        for at in (t for t in range(1, len(ids)) if roles[t] == ASSISTANT and roles[t - 1] != ASSISTANT):
+            before = [m for n, m in enumerate(messages) if n < 2 * (learned + 1)]
+            assert ids[:at] == render(tok, before, add_generation_prompt=True)[0]
+            learned += 1
+    assert learned == 3
+
+
+def test_thoughts_of_an_earlier_qwen3_reply_are_left_out(toks):
+    """As its published template does: of an earlier reply, only what follows "</think>" and its newlines is shown."""
+    thoughtful, plain = ("<think>\nHm.\n</think>\n\nYes?", "Yes?")
+    first, second = (render(toks["Qwen3"], say("u: Hi", f"a: {reply}", "u: More", "a: No!")) for reply in (thoughtful, plain))
+    assert first == second
+
+
+def test_a_last_reply_with_thoughts_is_refused_for_qwen3(toks):
+    with pytest.raises(ValueError, match="message 2 has thoughts"):
+        render(toks["Qwen3"], say("u: Hi", "a: <think>\nHm.\n</think>\n\nYes?"))
 
 
 def test_only_the_last_reply_of_qwen3_has_a_think_block(toks):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import eval
+from data import files
 from data.chat import Tokenizer
 from data.files import read_jsonl, write_jsonl
 from data.hierarchy.prepare import TESTS, load
@@ -137,7 +138,7 @@ def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
 
 def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
@@ -151,7 +152,7 @@ def answered(examples: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("content", ["", "[1]\n", "garbage", "cut"])
 def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(2)
     expected = ask_base(model, tok, examples, tiny)
@@ -162,7 +163,7 @@ def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path
 
 
 def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     ask_base(model, tok, examples, tiny)
@@ -170,9 +171,20 @@ def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_pat
     assert all(row["scores"] == {"kept": True, "right": None} for row in ask_base(model, tok, examples, tiny))
 
 
+def test_other_code_asks_the_base_again_and_rewording_does_not(tiny, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files, "CACHE", tmp_path)
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
+    model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
+    for code in ("a", "a", "b"):
+        monkeypatch.setattr(files, "code_of_results", lambda code=code: {"cal.py": code})
+        ask_base(model, tok, examples, tiny)
+    assert len(asked) == 2
+
+
 def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(eval, "CACHE", tmp_path / "file")  # no directory can be made there
+    monkeypatch.setattr(files, "CACHE", tmp_path / "file")  # no directory can be made there
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     assert ask_base(model, tok, examples, tiny) == answered(examples)
@@ -181,7 +193,7 @@ def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_pa
 @pytest.mark.parametrize("change", ["weights", "prompts", "dtype"])
 def test_the_base_is_asked_again_when_anything_that_its_replies_depend_on_changed(change, tiny, tmp_path, monkeypatch):
     asked, folder = [], shutil.copytree(tiny, tmp_path / "base")
-    monkeypatch.setattr(eval, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or [])
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
     ask_base(model, tok, load(1), folder)
@@ -250,6 +262,19 @@ def test_runs_that_differ_in_the_seed_alone_share_a_column_with_mean_and_spread(
     assert "| task | set | measure | n | base | cal | lora | lora - cal |" in done.stdout
     assert "| hierarchy | rules | kept | 4 | 0% | 88% (75 to 100) | 38% (25 to 50) | -50 (" in done.stdout
     assert "| cal | 0, 1 | 5 |" in done.stdout
+
+
+def test_runs_of_other_code_or_other_lists_are_other_runs_and_not_other_seeds(tmp_path):
+    folders = [make_run(tmp_path / f"cal-s{seed}", [True] * 4, flags={"seed": seed, "code": {"cal.py": code}})
+               for seed, code in ((0, "a"), (1, "a"), (2, "b"))]  # fmt: skip
+    groups = load_runs(folders)
+    assert sorted(len(runs) for runs in groups.values()) == [1, 2] and "cal-s2" in groups
+
+
+def test_the_same_seed_twice_is_no_second_seed(tmp_path):
+    flags = {"seed": 0, "method": "cal"}
+    a, b = (make_run(tmp_path / name, [True] * 4, flags=flags) for name in ("a", "b"))
+    assert list(load_runs([a, b])) == ["a", "b"]
 
 
 def test_prompts_that_not_all_runs_have_are_left_out(tmp_path):

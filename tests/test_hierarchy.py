@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from data.hierarchy import prepare as module
 from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain, right
 
@@ -379,10 +381,10 @@ def test_another_seed_writes_other_bytes_in_every_file(tmp_path):
     assert [name for name in a if a[name] == b[name]] == []
 
 
-def test_exactly_the_ten_files_are_left_and_their_lines_end_in_a_newline_alone(tmp_path):
+def test_exactly_the_ten_sets_are_left_and_a_note_and_their_lines_end_in_a_newline_alone(tmp_path):
     prepare(tmp_path)
     files = read(tmp_path)
-    assert sorted(files) == sorted(f"{name}.jsonl" for name in SETS)
+    assert sorted(files) == sorted(["made.json", *(f"{name}.jsonl" for name in SETS)])
     assert all(text.endswith(b"\n") and b"\r" not in text for text in files.values())
 
 
@@ -596,14 +598,52 @@ def test_no_training_target_is_what_one_of_ifevals_format_instructions_asks_for(
     assert [(sign, reply) for sign in signs for reply in replies if re.search(sign, reply, re.MULTILINE)] == []
 
 
-def test_sets_older_than_a_list_are_made_anew_and_younger_ones_are_kept(tmp_path):
-    prepare(tmp_path, seed=5)  # another seed tells the kept files from new ones
+def test_sets_are_made_anew_when_a_list_has_changed_from_their_own_seed_and_kept_otherwise(tmp_path, monkeypatch):
+    prepare(tmp_path, seed=5)
     kept = read(tmp_path)
-    prepare_if_needed(tmp_path)
-    assert read(tmp_path) == kept
     os.utime(tmp_path / "rules.jsonl", (0, 0))
+    prepare_if_needed(tmp_path)  # an old file of the same lists is no other file
+    assert read(tmp_path) == kept and (tmp_path / "rules.jsonl").stat().st_mtime == 0
+    made = json.loads((tmp_path / "made.json").read_text())
+    made["sources"]["data/hierarchy/attacks.tsv"] = "of another text"
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    (tmp_path / "rules.jsonl").write_text("{}\n")
     prepare_if_needed(tmp_path)
-    assert read(tmp_path)["rules.jsonl"] != kept["rules.jsonl"]
+    assert read(tmp_path) == kept  # the same lists and the same seed again
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("attacks.tsv", lambda text: text.replace("train\t", "trian\t", 1), "line 1: 'trian' is none of train, test"),
+        ("attacks.tsv", lambda text: text.replace("\t", " ", 1), "line 1 has not 2 texts"),
+        ("rules.tsv", lambda text: text + "brackets\ttest\tSay {form}\n", "line 149: 'brackets' is none of"),
+        ("rules.tsv", lambda text: text.replace("json\ttest", "title\ttest"), "no wording of json for test"),
+        ("questions.tsv", lambda text: text + "Who?\t\n", "line 1002 has not 2 texts"),
+        ("questions.tsv", lambda text: "".join(text.splitlines(keepends=True)[:100]), "too few questions"),
+    ],
+)
+def test_a_list_that_was_edited_wrongly_is_named_with_its_line(name, change, says, tmp_path, monkeypatch):
+    here = shutil.copytree(Path(module.__file__).parent, tmp_path / "hierarchy", ignore=shutil.ignore_patterns("*.json*", "*.tokens"))
+    monkeypatch.setattr(module, "HERE", here)
+    (here / name).write_text(change((here / name).read_text()))
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
+        make_sets(0)
+    assert says in str(error.value)
+
+
+def test_a_byte_order_mark_and_blank_lines_of_an_editor_change_no_list(tmp_path, monkeypatch):
+    expected = rows("attacks.tsv")
+    here = shutil.copytree(Path(module.__file__).parent, tmp_path / "hierarchy", ignore=shutil.ignore_patterns("*.json*", "*.tokens"))
+    monkeypatch.setattr(module, "HERE", here)
+    (here / "attacks.tsv").write_bytes(b"\xef\xbb\xbf" + (here / "attacks.tsv").read_bytes() + b"\n\n")
+    assert rows("attacks.tsv") == expected
+
+
+def test_sets_that_are_all_there_need_no_place_to_write(tmp_path, monkeypatch):
+    prepare(tmp_path)
+    monkeypatch.setattr("data.hierarchy.prepare.prepare", None)
+    prepare_if_needed(tmp_path)
 
 
 def test_a_training_conversation_is_short(smollm2, sets):

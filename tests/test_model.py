@@ -135,6 +135,61 @@ def test_the_older_rope_keys_give_the_same_logits(rope, type_key, tmp_path):
     assert_same_logits(tmp_path, reference)
 
 
+PLACES = {  # what a config.json may say of the rotary embedding, and where; the values of each place are its own
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_scaling type": {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+                          "original_max_position_embeddings": 32},
+    "rope_scaling both": {"type": "linear", "rope_type": "default", "factor": 4.0},
+    "rope_theta": 700.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("top", [(), ("rope_theta",), ("original_max_position_embeddings",),
+                                 ("rope_theta", "original_max_position_embeddings")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("scaling", [None, "rope_scaling", "rope_scaling type", "rope_scaling both"])
+@pytest.mark.parametrize("parameters", [None, "rope_parameters"])
+def test_where_rope_stands_in_several_places_transformers_reading_is_ours(parameters, scaling, top, tmp_path):
+    random_reference(FAMILIES["llama"]).save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=PLACES[parameters] if parameters else ..., rope_theta=...)
+    edit_config(tmp_path, **{name: PLACES[name] for name in top})
+    if scaling:
+        edit_config(tmp_path, rope_scaling=PLACES[scaling])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    assert_same_logits(tmp_path, reference)
+
+
+def test_yarn_in_rope_scaling_is_refused_though_rope_parameters_stand_beside_it(llama):
+    edit_config(llama[0], rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    with pytest.raises(ValueError, match="yarn"):
+        Transformer.from_pretrained(llama[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("same", [False, True], ids=["another head", "the embedding once more"])
+def test_a_head_that_stands_in_the_file_of_a_tied_config_is_used(same, tmp_path):
+    reference = random_reference(FAMILIES["llama tied"])
+    reference.save_pretrained(tmp_path)
+    embedding = reference.model.embed_tokens.weight.detach()
+    head = embedding.clone() if same else torch.randn(embedding.shape, generator=torch.Generator().manual_seed(7))
+    edit_tensors(tmp_path, **{"lm_head.weight": head})
+    model, ids = Transformer.from_pretrained(tmp_path), random_ids(2, 20)
+    torch.testing.assert_close(model.logits(model(ids)), reference.model(ids).last_hidden_state @ head.T, atol=2e-5, rtol=0)
+    assert model.config.tied == same
+
+
+def test_a_single_file_beside_an_index_is_the_one_that_is_read(tmp_path):
+    random_reference(FAMILIES["llama"]).save_pretrained(tmp_path, max_shard_size="100KB")
+    other = random_reference(FAMILIES["llama"], spread=0.2)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_same_logits(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    assert_same_logits(tmp_path, other)
+
+
 def test_keys_that_an_old_config_leaves_out_have_their_published_defaults(tmp_path):
     reference = random_reference(LlamaConfig(**SIZES | {"num_key_value_heads": 4}))
     reference.save_pretrained(tmp_path)
@@ -724,7 +779,7 @@ BROKEN = [
     (truncated_in_its_header, ["model.safetensors"]),
     (empty, ["model.safetensors"]),
     (without_a_tensor, ["layers.1.mlp.up_proj.weight"]),
-    (without_the_untied_head, ["lm_head.weight"]),
+    (without_the_untied_head, ["lm_head.weight", "tie_word_embeddings"]),
     (surplus_tensor, ["model.layers.1.self_attn.q_proj.bias"]),
     (layer_too_many, ["model.layers.2."]),
     (misshapen, ["model.layers.2.self_attn.k_proj.weight", "16", "32", "64"]),

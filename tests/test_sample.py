@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cal import attach, save_adapter
+from data.chat import Tokenizer
 from model import Transformer
+from sample import prompt
 from tests.small import ROOT, run
 
 RULE = "Start every reply with [maple] and then answer."
@@ -39,6 +41,15 @@ def ask(*flags: object) -> str:
 def test_the_real_base_answers(smollm2):
     # in fp32, for in bf16 the first word hangs on the last bit of a logit
     assert "Paris" in run("sample.py", "--user", QUESTION, "--max_new_tokens", 12, "--dtype", "fp32").stdout
+
+
+def test_a_reply_ends_at_the_stop_ids_of_the_checkpoint_too(tiny, tmp_path):
+    flags = ("--user", QUESTION, "--max_new_tokens", 8, "--dtype", "fp32")
+    tok, folder = Tokenizer.from_pretrained(tiny), shutil.copytree(tiny, tmp_path / "base")
+    ids, _ = prompt(tok, [{"role": "user", "content": QUESTION}])
+    first = Transformer.from_pretrained(tiny).generate([ids], max_new_tokens=1)[0][0]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [first, 2]}))
+    assert run("sample.py", "--base", folder, *flags).stdout == "\n"  # it would have been the first word
 
 
 def test_an_adapter_brings_its_base_and_changes_the_reply(tiny, adapter):

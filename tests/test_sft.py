@@ -14,6 +14,7 @@ import pytest
 
 import data.ih_challenge.prepare
 from data.chat import ASSISTANT, Tokenizer, check_messages, render
+from data.files import claim, sources_of, write_made
 from data.glaive.prepare import URL as GLAIVE
 from data.hierarchy.prepare import SETS
 from data.ifeval import prepare as ifeval
@@ -95,6 +96,7 @@ def make_folder(root: Path) -> Path:
         (root / score.parent.name).mkdir(parents=True)
         for name in SETS if score.parent.name == "hierarchy" else ("examples",):
             (root / score.parent.name / f"{name}.jsonl").write_bytes(b"")
+    write_made(root / "hierarchy", sources_of("hierarchy"))
     (root / "gsm8k/examples.jsonl").write_bytes(jsonl([{"messages": [{"role": "user", "content": PROMPT}]}]))
     return root / "sft"
 
@@ -729,7 +731,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     ("flags", "sentence"),
     [
         (["--n", "1"], "--n is 1: it must be at least 2"),
-        (["--from", "nowhere.jsonl"], "nowhere.jsonl is no file: give --from files of conversations"),
+        (["--from", "nowhere.jsonl"], "--from makes a corpus of your own: give --out"),
+        (["--from", "nowhere.jsonl", "--out", "nowhere"], "nowhere.jsonl is no file: give --from files of conversations"),
     ],
 )
 def test_the_command_line_answers_in_a_sentence(flags, sentence):
@@ -746,12 +749,10 @@ def test_too_few_conversations_are_said(tmp_path, folder):
 
 
 def test_two_runs_at_once_do_not_mix(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl")
     (tmp_path / "sft" / "raw").mkdir(parents=True)
-    with (tmp_path / "sft" / "raw" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another run is making the corpus"):
-            prepare(tmp_path / "sft", files=[Path(__file__)], n=10)
+    with claim(tmp_path / "sft"), pytest.raises(OSError, match="another run is at work"):
+        prepare(tmp_path / "sft", files=[Path(__file__)], n=10)
 
 
 def test_a_damaged_state_of_an_unfinished_run_is_done_again(tmp_path):

@@ -270,6 +270,15 @@ def test_an_evaluation_that_was_stopped_goes_on_where_it_was(evaluated, examples
         assert sorted(ids) == sorted(row["id"] for row in read_jsonl(evaluated[0] / f"{task}.jsonl"))
 
 
+def test_asking_for_less_in_the_same_directory_loses_nothing(examples, tiny, tmp_path):
+    flags = ("--base", tiny, "--tasks", "squad", *SHORT[2:], "--out", tmp_path / "out")
+    assert run(*flags, "--limit", 4).returncode == 0
+    kept = {row["id"] for row in read_jsonl(tmp_path / "out" / "squad.jsonl")}
+    done = run(*flags, "--limit", 1)
+    assert "| all | 1 |" in done.stdout
+    assert {row["id"] for row in read_jsonl(tmp_path / "out" / "squad.jsonl")} == kept and len(kept) == 4
+
+
 def test_an_out_directory_of_other_flags_is_left_alone_and_they_are_named(evaluated, tiny):
     done = run("--base", tiny, "--tasks", "msj", *SHORT, "--system", "Be rude.", "--out", evaluated[0])
     assert done.returncode != 0 and "--system" in done.stderr

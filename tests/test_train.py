@@ -1,6 +1,5 @@
 """train.py: what is learned from, in which order, and what a run leaves behind."""
 
-import errno
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from cal import attach
 from data.chat import Tokenizer, render
-from data.files import read_jsonl, write_whole
+from data.files import read_jsonl
 from data.hierarchy.prepare import prepare_if_needed
 from data.hierarchy.score import score
 from data.sft.prepare import prepare as prepare_corpus
@@ -347,7 +346,7 @@ import os, pathlib, runpy, signal, sys
 name, whole = sys.argv[1], pathlib.Path.write_bytes
 
 def half(part, data):
-    if part.name != name + ".part":
+    if not part.name.startswith(name + ".") or part.suffix != ".part":
         return whole(part, data)
     whole(part, bytes(data)[: len(data) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -365,7 +364,7 @@ def test_a_run_killed_while_it_writes_a_file_resumes_to_the_same_end(name, tiny,
     assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
     command = [sys.executable, "-c", KILL_WHILE_WRITING, name, *map(str, flags), "--out", str(tmp_path / "cut")]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
-    assert not (tmp_path / "cut" / name).exists() and (tmp_path / "cut" / f"{name}.part").exists()
+    assert not (tmp_path / "cut" / name).exists() and list((tmp_path / "cut").glob(f"{name}.*.part"))
     done = run("train.py", *flags, "--out", tmp_path / "cut", "--resume")
     assert done.returncode == 0, done.stderr
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
@@ -444,18 +443,17 @@ def test_processes_that_do_not_see_the_same_checkpoint_stop_with_a_sentence(tiny
     assert done.returncode != 0 and "give all of them one shared --out" in done.stderr
 
 
-def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path, monkeypatch):
-    file = tmp_path / "results.json"
-    write_whole(file, "old")
-
-    def full(part: Path, data: bytes) -> None:
-        part.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"results\.json can't be written \(No space left on device\)"):
-        write_whole(file, "new")
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+def test_of_two_runs_in_one_directory_one_wins_and_the_other_says_why_not(tiny, tmp_path):
+    flags = ("--base", tiny, "--steps", 40, "--no_eval", "--dtype", "fp32", "--out", tmp_path / "r")
+    both = [subprocess.Popen([sys.executable, "train.py", *map(str, flags), "--seed", str(seed)], cwd=ROOT,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for seed in (1, 2)]  # fmt: skip
+    said = [process.communicate()[1] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) == [0, 1]
+    assert "another run is at work" in said[codes.index(1)]
+    flags, results = (json.loads((tmp_path / "r" / name).read_text()) for name in ("flags.json", "results.json"))
+    assert flags["seed"] == results["seed"] == (1, 2)[codes.index(0)]
+    assert len(losses_of(tmp_path / "r")) == 40
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -9,21 +9,36 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-from data.files import read_jsonl, write_jsonl
+from data.files import is_fresh, read_json, read_jsonl, sources_of, write_jsonl, write_made
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, obey
 
 HERE = Path(__file__).parent
 # test set: how many of its prompts are asked by default; 24 earlier turns are long
 TESTS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
 SETS = ("train", "single", "val", *TESTS)
+# the lists: what stands in their first columns, and how many columns of text follow
+PARTS = ("train", "test")
+LISTS = {"questions.tsv": (2,), "words.txt": (1,), "names.txt": (1,), "attacks.tsv": (PARTS, 1), "frames.tsv": (PARTS, 1)}
+LISTS |= {"neutral.tsv": (PARTS, 1), "rules.tsv": (("*", *FAMILIES), PARTS, 1)}
+MOST_TURNS = 24  # earlier turns of a test conversation, each with a question of its own
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
 
 Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train", "val" or "test" -> values
 
 
 def rows(name: str) -> list[list[str]]:
-    """The tab-separated lines of a list beside this file."""
-    return [line.split("\t") for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+    """The tab-separated lines of a list beside this file. ValueError names a line that is none."""
+    lines, (*known, texts) = [], LISTS[name]
+    for number, line in enumerate((HERE / name).read_text(encoding="utf-8-sig").splitlines(), start=1):
+        cells = line.split("\t")
+        if not line.strip():
+            continue
+        if len(cells) != len(known) + texts or not all(cell.strip() for cell in cells):
+            raise ValueError(f"{HERE / name} line {number} has not {len(known) + texts} texts with tabs between: mend it")
+        if wrong := [cell for cell, names in zip(cells, known) if cell not in names]:
+            raise ValueError(f"{HERE / name} line {number}: {wrong[0]!r} is none of {', '.join(known[cells.index(wrong[0])])}")
+        lines.append(cells)
+    return lines
 
 
 def split(values: list, rng: random.Random) -> dict[str, list]:
@@ -54,6 +69,12 @@ def make_pools(rng: random.Random) -> Pools:
     for name, part, text in rows("rules.tsv"):
         for family in TRAIN_FAMILIES if name == "*" else [name]:
             pools[f"{family} rule"][part].append(text)
+    for family in FAMILIES:
+        for part in PARTS if family in TRAIN_FAMILIES else ("test",):
+            if not pools[f"{family} rule"][part]:
+                raise ValueError(f"{HERE / 'rules.tsv'} has no wording of {family} for {part}: add a line")
+    if len(pools["question"]["test"]) <= MOST_TURNS:
+        raise ValueError(f"{HERE / 'questions.tsv'} has too few questions for {MOST_TURNS} turns of the test sets: add some")
     return pools
 
 
@@ -128,7 +149,7 @@ def make_sets(seed: int) -> dict[str, list[dict]]:
     sets["rules"] = make_test(rng, pools, known, 144, wordings="test")
     sets["attacks"] = make_test(rng, pools, known, 144, attacks="test")
     sets["families"] = make_test(rng, pools, unknown, 144, wordings="test")
-    for turns, n in ((2, 144), (8, 144), (24, 72)):
+    for turns, n in ((2, 144), (8, 144), (MOST_TURNS, 72)):
         sets[f"shots{turns}"] = make_test(rng, pools, known, n, turns=turns)
     sets["plain"] = make_test(rng, pools, ["plain"], 144, wordings="test")
     return sets
@@ -142,16 +163,15 @@ def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
         write_jsonl(folder / f"{name}.jsonl.part", records)
     for name in sets:  # all are there: sets of two runs never mix
         (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
+    write_made(folder, sources_of("hierarchy"), seed)
     return sets
 
 
 def prepare_if_needed(folder: Path = HERE) -> None:
-    """Writes the sets if one is missing, or older than a list or script that they are made from."""
-    sources = [file for file in HERE.iterdir() if file.suffix in (".tsv", ".txt", ".py")]
-    made = [folder / f"{name}.jsonl" for name in SETS]
-    changed = max(file.stat().st_mtime for file in sources)
-    if not all(file.exists() and file.stat().st_mtime >= changed for file in made):
-        prepare(folder)
+    """Writes the sets if one is missing, or if a list or code that they are made from has changed: from their own seed."""
+    made = folder / "made.json"
+    if not (made.is_file() and is_fresh(folder) and all((folder / f"{name}.jsonl").is_file() for name in SETS)):
+        prepare(folder, read_json(made).get("seed", 0) if made.is_file() else 0)
 
 
 def load(limit: int | None = None) -> list[dict]:
@@ -172,8 +192,8 @@ if __name__ == "__main__":
     print("set       conversations  mean characters")
     try:
         sets = prepare(args.out, args.seed)
-    except OSError as error:
-        raise SystemExit(f"the sets can't be written ({error}): give another --out") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
     for name, records in sets.items():
         characters = sum(len(message["content"]) for record in records for message in record["messages"])
         print(f"{name:<10}{len(records):>13}{characters / len(records):>17.0f}")

@@ -7,7 +7,7 @@ question. The idea is Anil et al.'s (2024): the longer the history of misbehavio
 import random
 from pathlib import Path
 
-from data.files import run_prepare, write_examples
+from data.files import run_prepare, sources_of, write_examples, write_made
 from data.hierarchy.prepare import conversation, make_pools
 from data.hierarchy.score import FAMILIES
 
@@ -35,7 +35,9 @@ def prepare(folder: Path = HERE) -> list[dict]:
                 "parameter": record["parameter"],
                 "answer": answer,
             })
-    return write_examples(folder, examples)
+    write_examples(folder, examples)
+    write_made(folder, [*sources_of("hierarchy"), *sources_of("msj")])
+    return examples
 
 
 if __name__ == "__main__":

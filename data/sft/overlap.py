@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import json_lines
+from data.files import is_fresh, json_lines
 
 DATA = Path(__file__).parent.parent
 GRAM = 13  # words that, in a row, tell where a text comes from (arXiv 2005.14165, appendix C)
@@ -46,7 +46,7 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
     if name == "hierarchy":
         module.prepare_if_needed(folder)
         files = [folder / f"{part}.jsonl" for part in module.SETS if part not in ("train", "single", "val")]
-    elif not files[0].is_file():
+    elif not files[0].is_file() or not is_fresh(folder):
         module.prepare(folder)
     for file in files:
         for _, example in json_lines(file):

@@ -27,14 +27,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 from data import download as net
 from data.download import download
-from data.files import file_hash, json_lines, read_json, stamps, write_json
+from data.files import claim, file_hash, json_lines, read_json, stamps, write_json
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
@@ -245,13 +240,9 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
         if not file.is_file():
             raise FileNotFoundError(f"{file} is no file: give --from files of conversations")
     try:
-        (folder / "raw").mkdir(parents=True, exist_ok=True)
-        with (folder / "raw" / "lock").open("w") as lock:  # the system lets it go when this process ends, however it does
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with claim(folder):
+            (folder / "raw").mkdir(exist_ok=True)
             return build(folder, list(dict.fromkeys(files or [])), n, seed)
-    except BlockingIOError:
-        raise OSError(f"another run is making the corpus in {folder}: wait until it is done") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(f"the disk is full: make room for {folder} and run this again, to go on from here") from None
@@ -312,11 +303,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     instead = "instead of the sources: in this order, until there are --n"
     parser.add_argument("--from", dest="files", type=Path, nargs="+", metavar="FILE", help=instead)
+    parser.add_argument("--out", type=Path, help="a folder for the files, which --from needs (data/sft)")
     parser.add_argument("--n", type=int, default=TOTAL, help="conversations in all (default: 50,000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another order and validation set")
     args = parser.parse_args()
     try:
-        report = prepare(HERE, args.files, args.n, args.seed)
+        if args.files and not args.out:
+            raise ValueError("--from makes a corpus of your own: give --out, a folder for it, which train.py --data takes")
+        report = prepare(args.out or HERE, args.files, args.n, args.seed)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     print(table(report))
