@@ -180,19 +180,22 @@ def claim(folder: Path) -> Iterator[None]:
     """Holds a directory for this process alone, and takes away what dead ones have left half written. The system lets go
     of it when the process ends, however it does. OSError: another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder if fcntl else os.devnull, os.O_RDONLY)
     try:
-        if fcntl:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            if fcntl:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is at work in {folder}: wait until it is done, or give another --out") from None
         for part in folder.glob("*.part"):
             part.unlink() if part.is_file() else shutil.rmtree(part)
-        yield
-    except BlockingIOError:
-        raise OSError(f"another run is at work in {folder}: wait until it is done, or give another --out") from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it stays if anything was written
+                folder.rmdir()
     finally:
         os.close(handle)
-        with suppress(OSError):  # it stays if anything was written
-            folder.rmdir()
 
 
 def check_directory(out: Path, flags: dict, go_on: bool) -> dict:

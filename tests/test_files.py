@@ -136,6 +136,12 @@ def test_a_directory_is_free_again_when_the_process_that_held_it_was_killed(tmp_
     assert start(tmp_path / "run", 0).communicate()[0] == "mine\n"
 
 
+def test_who_does_not_get_a_directory_does_not_take_it_away(tmp_path):
+    with claim(tmp_path / "run"):
+        assert "another run is at work" in start(tmp_path / "run", 0).communicate()[0]
+        assert (tmp_path / "run").is_dir()
+
+
 def test_a_claim_takes_away_what_dead_runs_left_half_written_and_leaves_no_empty_directory(tmp_path):
     with claim(tmp_path / "run"):
         pass

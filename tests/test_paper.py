@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import cal
 from cal import PLACEMENTS, CrossAttentionLayer, attach, attention_mask, trainable
-from model import Config, Transformer
+from model import Config, Transformer, attend
 from tests.small import (
     FP32_AND_BF16,
     IDS,
@@ -137,6 +138,15 @@ def test_the_distance_to_the_prompt_does_not_matter():
     x[0, 10] = x[0, 59]  # the same token, near the prompt and far from it
     near, far = trained_block()(x, torch.arange(60)[None] < 4)[0, [10, 59]]
     torch.testing.assert_close(near, far, atol=1e-6, rtol=0)  # the same sum, perhaps vectorised otherwise
+
+
+@torch.no_grad()
+def test_no_softmax_runs_over_nothing(monkeypatch):
+    """It would be NaN: a token that sees no system token is shown some keys, and what it made of them is thrown away."""
+    masks = []
+    monkeypatch.setattr(cal, "attend", lambda q, k, v, mask: masks.append(mask) or attend(q, k, v, mask))
+    trained()(IDS, SYSTEM)
+    assert len(masks) == 2 and all(mask.any(dim=-1).all() for mask in masks)
 
 
 # --- the start: the identity --------------------------------------------------------------------------------------
