@@ -33,6 +33,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
@@ -44,7 +45,7 @@ from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.tokens import Conversations, collate, make_batches
-from model import Transformer
+from model import Transformer, has_amx
 from sample import add_model_flags, load, prompt, stop_ids
 
 EXAMPLES = files.ROOT / "data"
@@ -104,9 +105,7 @@ def with_system(messages: list[dict], system: str) -> list[dict]:
     return messages if as_they_are else [{"role": "system", "content": system}, *messages]
 
 
-def generate(
-    model: Transformer, tok: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
-) -> list[str | None]:
+def generate(model: Transformer, tok: Tokenizer, conversations: list[list[dict]], max_new_tokens: int) -> list[str | None]:
     """Greedy replies; None to a conversation that leaves no room for one of max_new_tokens in the model's context."""
     prompts = [prompt(tok, messages) for messages in conversations]
     fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) + max_new_tokens <= model.config.max_positions]
@@ -118,9 +117,7 @@ def generate(
     return replies
 
 
-def converse(
-    model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str
-) -> list[list[str | None]]:
+def converse(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str) -> list[list]:
     """The replies to each example's turns, asked one after the other with the model's own replies in between."""
     histories = [with_system(list(e["messages"]), system) for e in examples]
     replies: list[list[str | None]] = [[] for _ in examples]
@@ -175,15 +172,8 @@ def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
     return [{"reply": r if "asks" in e else r[0]} for e, r in zip(examples, replies)]
 
 
-def ask(
-    model: Transformer,
-    tok: Tokenizer,
-    examples: list[dict],
-    max_new_tokens: int = 32,
-    batch_tokens: int = 4096,
-    system: str = "",
-    bar: str = "replies",
-) -> Iterator[tuple[int, dict]]:
+def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 32, batch_tokens: int = 4096,
+        system: str = "", bar: str = "replies") -> Iterator[tuple[int, dict]]:  # fmt: skip
     """Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
@@ -202,27 +192,34 @@ def ask(
 # --- for train.py ------------------------------------------------------------------------------
 
 
-def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict]) -> list[dict]:
+def ask_in_order(model: Transformer, tok: Tokenizer, examples: list[dict], whose: str) -> list[dict]:
     """The judged replies to examples of data/hierarchy, in the examples' order."""
-    return report.judge("hierarchy", [row for _, row in sorted(ask(model, tok, examples), key=lambda pair: pair[0])])
+    replies = sorted(ask(model, tok, examples, bar=f"replies: {whose}"), key=lambda pair: pair[0])
+    return report.judge("hierarchy", [row for _, row in replies])
 
 
 def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Path) -> list[dict]:
     """The same of a model that adds nothing yet, loaded from the checkpoint directory path. The replies stay in
     .cache/, and serve every later run with the same weights, prompts, device, dtype and code."""
     weight, checkpoint = model.embed_tokens.weight, files.stamps(sorted(path.iterdir()))
-    about = [checkpoint, files.code_of_results(), examples, str(weight.device), str(weight.dtype), torch.__version__]
+    about = [checkpoint, files.code_of_results(), examples, str(weight.device), str(weight.dtype), versions()]
     key = json.dumps(about, sort_keys=True)
     file = files.CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
         rows = files.read_jsonl(file)
         if [row["id"] for row in rows] == [example["id"] for example in examples]:
             return report.judge("hierarchy", rows)
-    rows = ask_in_order(model, tok, examples)
+    rows = ask_in_order(model, tok, examples, "base")
     with suppress(OSError):  # a read-only checkout asks every time
         file.parent.mkdir(exist_ok=True)
         files.write_jsonl(file, rows)
     return rows
+
+
+def versions() -> dict[str, str]:
+    """What a number's last digits depend on beside the code."""
+    processor = torch.backends.cpu.get_cpu_capability() + (" with AMX" if has_amx() else "")
+    return {"python": platform.python_version(), "torch": torch.__version__, "processor": processor}
 
 
 def by_set(rows: list[dict]) -> dict[str, dict]:
@@ -275,7 +272,7 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     table = report.summarize(rows, task)
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
-        about |= {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
+        about |= {"versions": versions()}
         files.write_jsonl(file, rows + others)
         files.write_json(args.out / f"{task}.json", about)
     return report.show({name: table}) + report.notes(rows, table)
@@ -303,6 +300,8 @@ def read_flags() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise ValueError("--plot draws what --compare DIR… has compared: give both")
+    if args.plot and not find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     for name in ("limit", "max_new_tokens", "batch_tokens", "turns", "lengths"):
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:

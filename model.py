@@ -452,15 +452,6 @@ class Transformer(nn.Module):
         return replies
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """The next ids (B,) from logits (B, V): the likeliest at temperature 0, else drawn from the top_p nucleus."""
-    if temperature == 0:
-        return logits.max(-1).indices  # argmax's, in a fourth of its time on a CPU
-    p, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
-    p[p.cumsum(-1) - p >= top_p] = 0  # once the likelier tokens add up to top_p, the rest is out (arXiv 1904.09751)
-    return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
-
-
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint directory with its name, not yet in memory. Errors as in from_pretrained."""
     index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
@@ -482,6 +473,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"{file} is damaged or cut short ({error}): delete it and download it again") from None
 
 
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """The next ids (B,) from logits (B, V): the likeliest at temperature 0, else drawn from the top_p nucleus."""
+    if temperature == 0:
+        return logits.max(-1).indices  # argmax's, in a fourth of its time on a CPU
+    p, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
+    p[p.cumsum(-1) - p >= top_p] = 0  # once the likelier tokens add up to top_p, the rest is out (arXiv 1904.09751)
+    return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -497,7 +497,13 @@ def pick_device(name: str | None) -> str:
 
 def multiplies_bf16() -> bool:
     """Whether oneDNN, the CPU's products, has bf16 in the processor's own instructions."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    onednn = torch.ops.mkldnn  # private names: another torch may lack one, and is slower then
+    return hasattr(onednn, "_is_mkldnn_bf16_supported") and onednn._is_mkldnn_bf16_supported()
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies whole tiles of bf16."""
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def pick_dtype(name: str | None, device: str) -> torch.dtype:
@@ -511,12 +517,14 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype:
 # --- what makes a CPU fast --------------------------------------------------------------------------------------------
 # attend goes through fp32, everywhere; model.pack() packs the weights. Nothing above has to know of it.
 
-plain_attend = attend
+plain_attend, AMX = attend, has_amx()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """attend as above. Over several tokens fp32 is as fast as bf16 here, five times as fast backward, and more exact."""
-    if q.is_cpu and q.shape[2] > 1 and q.dtype == torch.bfloat16:
+    """attend as above. Over several tokens fp32 is as fast as bf16 here, five times as fast backward, and more exact; but
+    with AMX the forward pass alone is twice as fast in bf16."""
+    learning = q.requires_grad or k.requires_grad
+    if q.is_cpu and q.shape[2] > 1 and q.dtype == torch.bfloat16 and (learning or not AMX):
         return plain_attend(q.float(), k.float(), v.float(), mask).bfloat16()
     return plain_attend(q, k, v, mask)
 
@@ -533,6 +541,7 @@ class Packed:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
         biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(biases) if biases else None
+        self.sizes, self.multiply = [len(weight) for weight in weights], torch.ops.mkldnn._linear_pointwise.default
         self.last = (None, ())  # the input of the last product, and its parts, one a layer
 
     def product(self, i: int, x: Tensor) -> Tensor:
@@ -543,8 +552,7 @@ class Packed:
             return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
         read, parts = self.last
         if read is not x:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            parts = y.split([len(weight) for _, weight, _ in self.layers], dim=-1)
+            parts = self.multiply(x, self.weight, self.bias, "none", [], "").split(self.sizes, dim=-1)
         self.last = (x, parts) if i + 1 < len(parts) else (None, ())  # nothing is kept once all have their parts
         return parts[i]
 
@@ -557,8 +565,9 @@ def pack(model: Transformer) -> Transformer:
             # q, k and v of a layer read the same input, so do gate and up; and a LoRA's A beside them, but not its B
             name = re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name)
             groups.setdefault(name, []).append(layer)
+    packs = multiplies_bf16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     for name, layers in groups.items():
-        if multiplies_bf16() and all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in layers):
+        if packs and all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in layers):
             packed = Packed(layers)
             for i, layer in enumerate(layers):
                 if name == "head":

@@ -12,6 +12,7 @@ import argparse
 import math
 import shutil
 import sys
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -115,7 +116,8 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
             shown = text
 
     options = (args.max_new_tokens, args.temperature, args.top_p, stop_ids(model, tok), args.seed)
-    model.generate([ids], [system], *options, on_token=on_token)
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends the reply
+        model.generate([ids], [system], *options, on_token=on_token)
     if show:
         print(text[len(shown) :])
     return text
@@ -127,6 +129,7 @@ def both(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpars
     width = max(8, shutil.get_terminal_size().columns // 2 - 2)
     for name, scale in (("base", 0.0), ("adapter", args.scale)):
         set_scale(model, scale)
+        print(f"{name} writes …", end="\r", file=sys.stderr, flush=True)
         text = reply(model, tok, messages, args, show=False)
         columns.append([name, "-" * width, *(part for line in text.splitlines() for part in wrap(line, width) or [""])])
     for left, right in zip_longest(*columns, fillvalue=""):

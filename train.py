@@ -17,7 +17,6 @@ import json
 import math
 import os
 import pickle
-import platform
 import re
 import signal
 import sys
@@ -38,7 +37,7 @@ from data.download import weights_source
 from data.hierarchy import prepare as hierarchy
 from data.report import show, summarize
 from data.tokens import Conversations, States, batches_of_step, collate, make_batches
-from eval import ask_base, ask_in_order, by_set, validate
+from eval import ask_base, ask_in_order, by_set, validate, versions
 from model import Transformer, pick_device, pick_dtype
 from sample import BASE, add_device_flags, load_base, ready_to_ask
 
@@ -331,7 +330,7 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     """Saves the adapter, asks the test sets again, and writes and prints what came of the run."""
     out, count = args.out, sum(p.numel() for p in trainable(model).values())
     about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}
-    about |= {"flags": flags, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    about |= {"flags": flags, "versions": versions()}
     save_adapter(model, out, **about)  # first: whatever else fails, the training is not lost
     rows = files.read_jsonl(out / "metrics.jsonl") if count else []
     speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
@@ -344,7 +343,7 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     ready_to_ask(model)
     # a reply has a new shape at every token: it is generated as the code stands
     with torch.compiler.set_stance("force_eager"):
-        after = [{**row, "when": "after"} for row in (ask_in_order(model, tok, before) if before else [])]
+        after = [{**row, "when": "after"} for row in (ask_in_order(model, tok, before, "trained") if before else [])]
     files.write_jsonl(out / "replies.jsonl", before + after)
     scores = {"before": by_set(before), "after": by_set(after)}
     files.write_json(out / "results.json", {**scores, **about, "parameters": count, **speed})

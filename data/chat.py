@@ -46,15 +46,10 @@ class Tokenizer:
 
     special: every control or added token and its id; vocab_size: the highest id + 1; stop_ids: what ends a reply."""
 
-    def __init__(
-        self,
-        vocabulary: dict[int, bytes],  # what every id spells
-        order: list[int],  # the ids that text can become, in the order of their merges
-        special: dict[str, int],
-        pattern: str,  # cuts text into pieces
-        nfc: bool,  # whether text is normalised first
-        template: str | None,  # the chat template; None: the family's known one
-    ):
+    def __init__(self, vocabulary: dict[int, bytes], order: list[int], special: dict[str, int], pattern: str, nfc: bool,
+                 template: str | None):  # fmt: skip
+        """vocabulary: what every id spells; order: the ids that text can become, in the order of their merges; pattern
+        cuts text into pieces; nfc: text is normalised first; template: the chat template, None for the family's known."""
         self.vocabulary = vocabulary | {i: token.encode() for token, i in special.items()}
         self.order, self.special, self.pattern, self.nfc = order, special, pattern, nfc
         # tiktoken wants ids in merge order: it gets places in `order`, and encode() turns them into ids

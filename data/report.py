@@ -279,10 +279,8 @@ def show_comparison(groups: dict[str, list[dict]], table: dict[tuple[str, str, s
 
 def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict], file: Path) -> None:
     """Draws, for each task whose score.py names an AXIS (tokens, turn, shots), every run's scores over it."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    import matplotlib.pyplot as plt  # not above: only this needs it
+
     curves: dict[tuple[str, str, str], list] = {}
     for (task, group, measure), row in table.items():
         axis = getattr(import_module(f"data.{task}.score"), "AXIS", None)

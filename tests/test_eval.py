@@ -139,7 +139,7 @@ def test_an_out_directory_that_holds_replies_is_left_alone(tmp_path):
 def test_the_base_is_asked_once_for_the_same_weights_and_prompts(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     first, again = (ask_base(model, tok, examples, tiny) for _ in range(2))
     assert first == again and len(asked) == 1
@@ -153,7 +153,7 @@ def answered(examples: list[dict]) -> list[dict]:
 def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(2)
     expected = ask_base(model, tok, examples, tiny)
     (file,) = tmp_path.iterdir()
@@ -164,7 +164,7 @@ def test_damaged_replies_of_the_base_are_asked_for_again(content, tiny, tmp_path
 
 def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     ask_base(model, tok, examples, tiny)
     monkeypatch.setattr("data.hierarchy.score.score", lambda example, reply: {"kept": True, "right": None})
@@ -174,7 +174,7 @@ def test_kept_replies_of_the_base_are_judged_by_the_score_of_today(tiny, tmp_pat
 def test_other_code_asks_the_base_again_and_rewording_does_not(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(1) or answered(examples))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: asked.append(1) or answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     for code in ("a", "a", "b"):
         monkeypatch.setattr(files, "code_of_results", lambda code=code: {"cal.py": code})
@@ -185,7 +185,7 @@ def test_other_code_asks_the_base_again_and_rewording_does_not(tiny, tmp_path, m
 def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(files, "CACHE", tmp_path / "file")  # no directory can be made there
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: answered(examples))
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: answered(examples))
     model, tok, examples = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny), load(1)
     assert ask_base(model, tok, examples, tiny) == answered(examples)
 
@@ -194,7 +194,7 @@ def test_without_a_place_for_the_cache_the_base_is_asked_every_time(tiny, tmp_pa
 def test_the_base_is_asked_again_when_anything_that_its_replies_depend_on_changed(change, tiny, tmp_path, monkeypatch):
     asked, folder = [], shutil.copytree(tiny, tmp_path / "base")
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples: asked.append(examples) or [])
+    monkeypatch.setattr(eval, "ask_in_order", lambda model, tok, examples, whose: asked.append(examples) or [])
     model, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
     ask_base(model, tok, load(1), folder)
     if change == "weights":

@@ -87,16 +87,8 @@ def system_message(rng: random.Random, pools: Pools, family: str, parameter: str
     return rng.choice(pools["frames"][wordings]).replace("{rule}", rule)
 
 
-def conversation(
-    rng: random.Random,
-    pools: Pools,
-    family: str,
-    part: str,
-    wordings: str = "train",
-    attacks: str | None = None,
-    turns: int = 0,
-    broken: bool = True,
-) -> tuple[dict, str]:
+def conversation(rng: random.Random, pools: Pools, family: str, part: str, wordings: str = "train",
+                 attacks: str | None = None, turns: int = 0, broken: bool = True) -> tuple[dict, str]:  # fmt: skip
     """A record whose last reply keeps the rule, and the plain answer to its last question.
 
     part: where questions and parameter come from; wordings, attacks: where those come from (None: no attack);
