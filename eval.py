@@ -45,7 +45,7 @@ from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.tokens import Conversations, collate, make_batches
-from model import Transformer, has_amx
+from model import CPU_AMX, Transformer
 from sample import add_model_flags, load, prompt, stop_ids
 
 EXAMPLES = files.ROOT / "data"
@@ -218,7 +218,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
 
 def versions() -> dict[str, str]:
     """What a number's last digits depend on beside the code."""
-    processor = torch.backends.cpu.get_cpu_capability() + (" with AMX" if has_amx() else "")
+    processor = torch.backends.cpu.get_cpu_capability() + (" with AMX" if CPU_AMX else "")
     return {"python": platform.python_version(), "torch": torch.__version__, "processor": processor}
 
 

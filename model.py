@@ -456,10 +456,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint directory with its name, not yet in memory. Errors as in from_pretrained."""
     index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
     if index.is_file() and not files[0].is_file():  # transformers, too, takes the single file where both are there
-        names = set(read_json(index).get("weight_map", {"": ""}).values())
-        if outside := [name for name in names if Path(name).name != name or not name]:
-            raise ValueError(f"{index} names {outside[0]!r}, no file beside it: download the checkpoint again")
-        files = sorted(path / name for name in names)
+        weight_map = read_json(index).get("weight_map") or {"": index.name}  # without one the index itself is damaged
+        files = sorted({path / Path(name).name for name in weight_map.values()})  # never outside this directory
     for file in files:
         try:
             opened, seen = safe_open(file, framework="pt"), 0
@@ -484,6 +482,10 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 
+# what this processor multiplies by itself; torch's names are private: where another version has others, it is slower
+CPU_BF16 = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+CPU_AMX = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+
 
 def pick_device(name: str | None) -> str:
     """The device to run on, by default the first of cuda, mps, cpu. ValueError if it is not on this machine."""
@@ -495,47 +497,36 @@ def pick_device(name: str | None) -> str:
     return name
 
 
-def multiplies_bf16() -> bool:
-    """Whether oneDNN, the CPU's products, has bf16 in the processor's own instructions."""
-    onednn = torch.ops.mkldnn  # private names: another torch may lack one, and is slower then
-    return hasattr(onednn, "_is_mkldnn_bf16_supported") and onednn._is_mkldnn_bf16_supported()
-
-
-def has_amx() -> bool:
-    """Whether the processor multiplies whole tiles of bf16."""
-    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-
-
 def pick_dtype(name: str | None, device: str) -> torch.dtype:
     """By default bf16, but fp32 where bf16 products are emulated, and slower by far."""
-    native = device.startswith("mps") or multiplies_bf16()
+    native = device.startswith("mps") or CPU_BF16
     if device.startswith("cuda"):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name or ("bf16" if native else "fp32")]
 
 
 # --- what makes a CPU fast --------------------------------------------------------------------------------------------
-# attend goes through fp32, everywhere; model.pack() packs the weights. Nothing above has to know of it.
 
-plain_attend, AMX = attend, has_amx()
+plain_attend = attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """attend as above. Over several tokens fp32 is as fast as bf16 here, five times as fast backward, and more exact; but
-    with AMX the forward pass alone is twice as fast in bf16."""
-    learning = q.requires_grad or k.requires_grad
-    if q.is_cpu and q.shape[2] > 1 and q.dtype == torch.bfloat16 and (learning or not AMX):
+    """attend as above, everywhere. Over several tokens fp32 is as fast as bf16 on a CPU, five times as fast backward, and
+    more exact; but with AMX bf16 is the faster where nothing learns."""
+    slow = q.dtype == torch.bfloat16 and (q.requires_grad or k.requires_grad or not CPU_AMX)
+    if q.is_cpu and q.shape[2] > 1 and slow:
         return plain_attend(q.float(), k.float(), v.float(), mask).bfloat16()
     return plain_attend(q, k, v, mask)
 
 
 class Packed:
-    """The weights of linear layers that read the same input, once more, in the order in which oneDNN reads them. One
-    product gives, to the bit, what the layers give one after the other: q_proj computes it for q, k and v, k_proj and
-    v_proj find their parts."""
+    """Linear layers that read the same input as one product, of their weights once more, in the order in which oneDNN
+    reads them. To the bit what they give one after the other: q_proj computes q, k and v, the next two find theirs."""
 
     @torch.no_grad()
-    def __init__(self, layers: list[nn.Module]):
+    def __init__(self, group: list[tuple[nn.Module, str, nn.Module]]):
+        """group: of each layer the module and the method in whose place the product is put, and itself."""
+        layers = [layer for _, _, layer in group]
         weights = [layer.weight.requires_grad_(False) for layer in layers]  # frozen: this product has no gradient
         self.layers = [(layer, weight, weight._version) for layer, weight in zip(layers, weights)]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
@@ -543,6 +534,8 @@ class Packed:
         self.bias = torch.cat(biases) if biases else None
         self.sizes, self.multiply = [len(weight) for weight in weights], torch.ops.mkldnn._linear_pointwise.default
         self.last = (None, ())  # the input of the last product, and its parts, one a layer
+        for i, (module, method, _) in enumerate(group):
+            setattr(module, method, partial(self.product, i))
 
     def product(self, i: int, x: Tensor) -> Tensor:
         """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or the weight has changed."""
@@ -559,21 +552,15 @@ class Packed:
 
 def pack(model: Transformer) -> Transformer:
     """Packs and freezes what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then."""
-    groups: dict[str, list[nn.Module]] = {"head": [model.head]}
+    groups = {"head": [(model, "logits", model.head)]}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer is not model.head:
             # q, k and v of a layer read the same input, so do gate and up; and a LoRA's A beside them, but not its B
-            name = re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name)
-            groups.setdefault(name, []).append(layer)
-    packs = multiplies_bf16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    for name, layers in groups.items():
-        if packs and all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in layers):
-            packed = Packed(layers)
-            for i, layer in enumerate(layers):
-                if name == "head":
-                    model.logits = partial(packed.product, i)
-                else:
-                    layer.forward = partial(packed.product, i)
+            same_input = re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name)
+            groups.setdefault(same_input, []).append((layer, "forward", layer))
+    for group in groups.values() if CPU_BF16 and hasattr(torch.ops.mkldnn, "_linear_pointwise") else ():
+        if all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for _, _, layer in group):
+            Packed(group)
     return model
 
 

@@ -106,13 +106,6 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device: str, dtype: torch.dtype) -> float | None:
-    """The most floating-point operations a second that the device can do in this dtype; None where it is not known."""
-    known = device.startswith("cuda") and dtype == torch.bfloat16
-    tera = PEAK_TFLOPS.get(torch.cuda.get_device_name(device)) if known else None
-    return tera and tera * 1e12
-
-
 def flops(model: Transformer, tokens: int, targets: int, length: float) -> float:
     """The floating-point operations that a training step needs in its matrix products, two a multiply-add: `tokens` in
     conversations of `length` each, `targets` to predict. As in PaLM (arXiv 2204.02311, appendix B) attention counts all
@@ -133,6 +126,13 @@ def flops(model: Transformer, tokens: int, targets: int, length: float) -> float
                 backward += linear + 2 * attention  # the activations' gradients
     head = model.head.weight
     return tokens * (forward + backward) + 2 * targets * head.numel() * (1 + learning + head.requires_grad)
+
+
+def mfu(model: Transformer, device: str, tokens: int, targets: int, length: float, seconds: float) -> float | None:
+    """The share of the device's peak that a step of one process reached; None where the peak is not known."""
+    known = device.startswith("cuda") and model.embed_tokens.weight.dtype == torch.bfloat16
+    peak = PEAK_TFLOPS.get(torch.cuda.get_device_name(device)) if known else None
+    return peak and flops(model, tokens, targets, length) / (seconds * peak * 1e12)
 
 
 def compile_layers(model: Transformer) -> None:
@@ -296,15 +296,17 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-            lengths, last = [data.lengths[i] for batch in chosen for i in batch], step + 1 == args.steps
-            row = {"step": step, "loss": total / n, "lr": lr}
-            row |= speed_of(args, model, lengths, n, time.perf_counter() - start)
+            seconds, last = time.perf_counter() - start, step + 1 == args.steps
+            lengths = [data.lengths[i] for batch in chosen for i in batch]
+            row = {"step": step, "loss": total / n, "lr": lr, "tokens": sum(lengths), "seconds": round(seconds, 4)}
+            if share := mfu(model, device, sum(lengths), n, sum(lengths) / len(lengths), seconds * world):
+                row["mfu"] = round(share, 4)
             if rank == 0 and validation and (last or (step + 1) % args.val_every == 0):
                 row["val_loss"] = validate(model, validation, args.batch_tokens, device, multiple)
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
-            mfu = f", MFU {row['mfu']:.0%}" if "mfu" in row else ""
-            speed = f"{row['tokens'] / row['seconds']:.0f} tokens/s{mfu}, {peak_memory(device):.1f} GB"
+            used = f", MFU {share:.0%}" if share else ""
+            speed = f"{row['tokens'] / seconds:.0f} tokens/s{used}, {peak_memory(device):.1f} GB"
             bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed}")
             if rank == 0 and (last or stopping or (step + 1) % args.save_every == 0):
                 save_checkpoint(args.out, step, model, optimizer)
@@ -315,15 +317,6 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
-
-
-def speed_of(args: argparse.Namespace, model: Transformer, lengths: list[int], targets: int, seconds: float) -> dict:
-    """Of a step over conversations of these lengths: tokens, seconds and, where the device's peak is known, MFU."""
-    row = {"tokens": sum(lengths), "seconds": round(seconds, 4)}
-    if peak := peak_flops(args.device, model.embed_tokens.weight.dtype):
-        done = flops(model, sum(lengths), targets, sum(lengths) / len(lengths))
-        row["mfu"] = round(done / (seconds * peak * int(os.environ.get("WORLD_SIZE", "1"))), 4)
-    return row
 
 
 def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str, before: list[dict]) -> None:
@@ -337,8 +330,8 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     speed["mfu"] = median(row["mfu"] for row in rows) if rows and "mfu" in rows[0] else None
     speed |= {"train_seconds": sum(row["seconds"] for row in rows), "peak_memory_gb": peak_memory(args.device)}
     if rows:
-        mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown device"
-        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {mfu}")
+        share = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown device"
+        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {share}")
     about |= {name: rows[-1].get(name) if rows else None for name in ("loss", "val_loss")}
     ready_to_ask(model)
     # a reply has a new shape at every token: it is generated as the code stands

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from cal import attach, trainable
 from data.tokens import Conversation
 from model import Config, Transformer, pick_device
-from train import compile_layers, flops, peak_flops, peak_memory, reset_peak_memory
+from train import compile_layers, mfu, peak_memory, reset_peak_memory
 
 # the published config.json files
 QWEN = Config(
@@ -89,7 +89,7 @@ def train(config: Config, method: str, compiled: bool, steps: int, shapes: list[
     if compiled:
         compile_layers(model)
     reset_peak_memory(device)
-    peak, losses, speeds, shares = peak_flops(device, torch.bfloat16), [], [], []
+    losses, speeds, shares = [], [], []
     for step in range(steps):
         B, T = shapes[step % len(shapes)]
         batch = batch_of(config, B, T, device, seed=step)
@@ -100,13 +100,12 @@ def train(config: Config, method: str, compiled: bool, steps: int, shapes: list[
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
         speeds.append(B * T / seconds)
-        if peak:
-            shares.append(flops(model, B * T, n, T) / seconds / peak)
+        shares.append(mfu(model, device, B * T, n, T, seconds))
     half = steps // 2
     return {
         "losses": losses,
         "tokens_per_second": median(speeds[half:]),
-        "mfu": median(shares[half:]) if peak else None,
+        "mfu": median(shares[half:]) if shares[0] else None,
         "peak_gb": peak_memory(device),
         "graphs": counters["stats"]["unique_graphs"],
     }
