@@ -262,13 +262,9 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
             kept.flush()
     asked = {(report.group_of(e), e["id"]) for e in examples}  # the rest is of an earlier call that asked for more
     others = [row for row in rows.values() if (report.group_of(row), row["id"]) not in asked]
-    rows = [rows[key] for key in wanted]  # the longest were asked first
-    rows = verdicts(rows, args) if verdicts else rows
-    try:
-        rows = report.judge(task, rows, **vars(args))
-    except (LookupError, TypeError, AttributeError) as error:
-        damaged = EXAMPLES / task / "examples.jsonl"
-        raise ValueError(f"an example can't be scored ({error!r}): delete {damaged}, and it is made anew") from None
+    # in the examples' order, for the longest were asked first; and what they are scored by is today's
+    rows = [{**rows[key], **example} for key, example in wanted.items()]
+    rows = report.judge(task, verdicts(rows, args) if verdicts else rows, **vars(args))
     table = report.summarize(rows, task)
     if file:
         about = {"task": task, name: table, "weights": source, "flags": vars(args)}
@@ -332,7 +328,7 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
 
 def print_run(folder: Path, allow_code: bool) -> None:
     """The tables of a run, from its kept replies."""
-    for task, whens in report.kept_replies(folder, allow_code=allow_code).items():
+    for task, whens in report.kept_replies(folder, stopped=True, allow_code=allow_code).items():
         tables = {when: report.summarize(rows, task) for when, rows in whens.items()}
         said = "".join(report.notes(rows, tables[when]) for when, rows in whens.items())
         print(f"{task}\n\n{report.show(tables)}{said}\n")

@@ -49,9 +49,10 @@ def json_lines(file: Path, lines: Iterable[bytes] | None = None) -> Iterator[tup
                 yield place, record
 
 
-def read_jsonl(file: Path) -> list[dict]:
-    """The records of a JSONL file. ValueError names the line that is damaged."""
-    return [record for _, record in json_lines(file)]
+def read_jsonl(file: Path, whole: bool = False) -> list[dict]:
+    """The records of a JSONL file; whole: without a last line that is still being written. ValueError names a bad line."""
+    with file.open("rb") as lines:
+        return [record for _, record in json_lines(file, (line for line in lines if not whole or line.endswith(b"\n")))]
 
 
 def read_published(file: Path, make: Callable[[dict], object]) -> list:

@@ -33,7 +33,12 @@ def judge(task: str, rows: list[dict], **flags: object) -> list[dict]:
     options = {name: flags[name] for name in getattr(module, "OPTIONS", ()) if name in flags}
     for row in rows:
         unanswered = row["reply"] is None or ("asks" in row and None in row["reply"])
-        judged.append({**row, "scores": {} if unanswered else module.score(row, row["reply"], **options)})
+        row = {**row, "scores": {}}
+        try:
+            row["scores"] = {} if unanswered else module.score(row, row["reply"], **options)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # it lacks what its score needs
+            row["fault"] = repr(error)
+        judged.append(row)
     return judged
 
 
@@ -145,6 +150,9 @@ def notes(rows: list[dict], table: Table) -> str:
     said = []
     if long := sum(None in (row["reply"] if isinstance(row["reply"], list) else [row["reply"]]) for row in rows):
         said.append(f"{long} of {len(rows)} prompts do not fit the model's context and are left out")
+    if bad := [row for row in rows if "fault" in row]:
+        which = f"such as {bad[0].get('id')} ({bad[0]['fault']})"
+        said.append(f"{len(bad)} of {len(rows)} records can't be scored and are left out, {which}: make the examples anew")
     for group, entries in table.items():
         for measure, entry in entries.items():
             if entry["undecided"]:
@@ -157,15 +165,15 @@ def notes(rows: list[dict], table: Table) -> str:
 # --- one run again ----------------------------------------------------------------------------------------------------
 
 
-def kept_replies(folder: Path, **flags: object) -> dict[str, dict[str, list[dict]]]:
-    """The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their
-    end), judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError if they are
-    none."""
-    files = [(task, folder / f"{task}.jsonl") for task in TASKS if (folder / f"{task}.json").is_file()]
+def kept_replies(folder: Path, stopped: bool = False, **flags: object) -> dict[str, dict[str, list[dict]]]:
+    """The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their end,
+    or were stopped as well), judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError
+    if they are none."""
+    files = [(task, folder / f"{task}.jsonl") for task in TASKS if stopped or (folder / f"{task}.json").is_file()]
     kept: dict[str, dict[str, list[dict]]] = {}
     for task, file in [("hierarchy", folder / "replies.jsonl"), *files]:
         try:
-            for row in judge(task, read_jsonl(file), **flags) if file.is_file() else []:
+            for row in judge(task, read_jsonl(file, whole=True), **flags) if file.is_file() else []:
                 kept.setdefault(task, {}).setdefault(row["when"], []).append(row)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None

@@ -279,6 +279,35 @@ def test_asking_for_less_in_the_same_directory_loses_nothing(examples, tiny, tmp
     assert {row["id"] for row in read_jsonl(tmp_path / "out" / "squad.jsonl")} == kept and len(kept) == 4
 
 
+def test_a_record_that_can_not_be_scored_is_named_and_left_out_and_the_others_are_scored(examples, tiny, tmp_path, monkeypatch):
+    (tmp_path / "ifeval").mkdir()
+    monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
+    good = {"messages": HELLO, "prompt": "Say hello.", "instructions": ["punctuation:no_comma"], "kwargs": [{}]}
+    bad = [{"kwargs": []}, {"instructions": ["punctuation:no_coma"]}, {"prompt": None, "instructions": None}]
+    records = [good | {"id": n} | wrong for n, wrong in enumerate([{}, *bad, {}])]
+    (tmp_path / "ifeval" / "examples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    done = run("--base", tiny, "--tasks", "ifeval", "--max_new_tokens", 2)
+    assert "| all | 2 |" in done.stdout, done.stdout + done.stderr
+    assert "3 of 5 records can't be scored and are left out, such as 1 (" in done.stdout
+
+
+def test_gold_data_that_was_corrected_scores_the_kept_replies_anew(examples, tiny, tmp_path, monkeypatch):
+    (tmp_path / "gsm8k").mkdir()
+    monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
+    flags = ("--base", tiny, "--tasks", "gsm8k", "--max_new_tokens", 2, "--out", tmp_path / "out")
+    monkeypatch.setattr(Transformer, "generate", lambda m, ids, *_, **__: [Tokenizer.from_pretrained(tiny).encode("7")] * len(ids))
+    for gold, accuracy in (("8", "0.0%"), ("7", "100.0%")):
+        example = {"id": "1", "messages": HELLO, "answer": gold}
+        (tmp_path / "gsm8k" / "examples.jsonl").write_text(json.dumps(example) + "\n")
+        assert f"| all | 1 | {accuracy}" in run(*flags).stdout
+
+
+def test_rescore_counts_what_a_stopped_task_kept(evaluated, tmp_path):
+    rows = (evaluated[0] / "msj.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "msj.jsonl").write_text("".join(rows[:2]) + rows[2][:50])  # killed while it wrote the third
+    assert run("--rescore", tmp_path).stdout.count("shots | 1 |") == 2
+
+
 def test_an_out_directory_of_other_flags_is_left_alone_and_they_are_named(evaluated, tiny):
     done = run("--base", tiny, "--tasks", "msj", *SHORT, "--system", "Be rude.", "--out", evaluated[0])
     assert done.returncode != 0 and "--system" in done.stderr
