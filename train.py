@@ -185,8 +185,10 @@ def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[C
         hint = f"--data is a folder, --split one of its JSONL files, which python -m data.{folder.name}.prepare may make"
         raise FileNotFoundError(f"{file} does not exist: {hint}")
     conversations, val = Conversations(file, tok, max_tokens), folder / "val.jsonl"
+    validation = Conversations(val, tok, max_tokens) if val.exists() else None
     if not len(conversations):
-        raise ValueError(f"{file} has no conversation to learn from within {max_tokens} tokens")
+        why = "no reply of the assistant" if conversations.silent else f"no conversation of at most {max_tokens} tokens"
+        raise ValueError(f"{file} has {why}: there is nothing to learn from")
     line = (
         f"data {folder.name}/{args.split}: {len(conversations):,} conversations, "
         f"{sum(conversations.lengths) / len(conversations):.0f} tokens each on average "
@@ -195,7 +197,9 @@ def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[C
     )
     if args.method == "cal" and not conversations.with_system:
         line += "\nNone has a system prompt, and CAL learns from those alone: it will stay the identity."
-    return conversations, Conversations(val, tok, max_tokens) if val.exists() else None, line
+    if validation is not None and not len(validation):
+        line += f"\n{val} has nothing within {max_tokens} tokens: there is no validation loss."
+    return conversations, validation, line
 
 
 def load_checkpoint(out: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> int:

@@ -180,6 +180,8 @@ def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
 def claim(folder: Path) -> Iterator[None]:
     """Holds a directory for this process alone, and takes away what dead ones have left half written. The system lets go
     of it when the process ends, however it does. OSError: another process holds it."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give a directory")
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder if fcntl else os.devnull, os.O_RDONLY)
     try:
@@ -204,8 +206,8 @@ def check_directory(out: Path, flags: dict, go_on: bool) -> dict:
     results.json; go_on: it may go on with a run of the same flags that is there. Returns the flags of that run, or
     these again if there is none. ValueError says what is in the way."""
     there = {file.name for file in out.iterdir() if file.suffix != ".part"} if out.is_dir() else set()
-    if out.is_file() or (there and "flags.json" not in there):
-        raise ValueError(f"{out} already holds {min(there, default='a file')}, which is of no run: give another --out")
+    if there and "flags.json" not in there:
+        raise ValueError(f"{out} already holds {min(there)}, which is of no run: give another --out")
     if "results.json" in there:
         raise ValueError(f"{out} already holds a run, a complete one: give another --out, or delete it")
     if not there:

@@ -29,8 +29,9 @@ Conversation = tuple[Tensor, Tensor, Tensor]  # ids, system, targets: (T,) each
 
 
 def split(tok: Tokenizer, record: object) -> list[object]:
-    """The records that a record is learned from: itself, but for Qwen3 one for each reply that is learned, ending there,
-    since a reply must be learned behind what it will be generated behind, and only the last has its empty think block."""
+    """The records that a record is learned from: itself, but for Qwen3 one for each reply that is learned, ending
+    there, since a reply must be learned behind what it will be generated behind, and only the last has its empty think
+    block."""
     if not tok.thinks or not isinstance(record, dict) or "train_on" in record or not isinstance(record.get("messages"), list):
         return [record]
     ends = [n for n, m in enumerate(record["messages"], 1) if isinstance(m, dict) and m.get("role") == "assistant"]
@@ -54,8 +55,9 @@ def tokenize(tok: Tokenizer, record: object) -> tuple[list[int], list[int]]:
 
 class Conversations:
     """The conversations of a JSONL file, [i] giving ids, system and targets, (T,) each: those of at most max_tokens
-    with something to learn. `dropped` counts the others, `lengths` and `learned` have the tokens and targets of each,
-    and `with_system` counts those that have a system prompt. ValueError names a bad line."""
+    with something to learn. `dropped` counts the others, `silent` says that no conversation of the file has a reply,
+    `lengths` and `learned` have the tokens and targets of each, and `with_system` counts those that have a system
+    prompt. ValueError names a bad line."""
 
     def __init__(self, file: Path, tok: Tokenizer, max_tokens: int):
         self.folder, (self.ids, self.roles, self.offsets) = tokenized(file, tok)
@@ -72,7 +74,7 @@ class Conversations:
         self.chosen = np.nonzero((lengths <= max_tokens) & (learned > 0))[0]
         self.with_system = int((count(SYSTEM)[self.chosen] > 0).sum())
         self.lengths, self.learned = lengths[self.chosen].tolist(), learned[self.chosen].tolist()
-        self.dropped = len(lengths) - len(self.chosen)
+        self.dropped, self.silent = len(lengths) - len(self.chosen), bool((learned == 0).all())
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from data.files import read_jsonl
 from data.hierarchy.prepare import HERE as HIERARCHY
 from data.hierarchy.prepare import prepare_if_needed
 from data.tokens import Conversation, Conversations, collate, make_batches
+from eval import versions
 from model import Cache, Transformer, pick_device
 from sample import BASE, load_base
 from tests import plan
@@ -339,6 +341,12 @@ def files(path: Path) -> Iterator[Row]:
     yield "conversations tokenized a second", 10_000 / ours, 10_000 / theirs, 1.0, "higher"
 
 
+def processor() -> str:
+    """Its maker's name for it, where Linux tells."""
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cuda or cpu (cpu)", default="cpu")
@@ -366,7 +374,8 @@ def main() -> None:
         "files": lambda: files(path),
     }
     chosen = [args.only] if args.only else list(parts)
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    name = f"{processor()}, {versions()['processor']}, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else name
     print(f"{args.shape or 'SmolLM2-135M'} in bf16 on {device} ({name}), torch {torch.__version__}, {platform.machine()}\n")
     print("| what | ours | theirs | ratio | target |\n|---|---|---|---|---|")
     rows = []

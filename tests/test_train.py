@@ -517,6 +517,22 @@ def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
     assert done.returncode != 0 and says in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("train", "val", "says"),
+    [
+        ([{"messages": TURNS[:2]}], None, "has no reply of the assistant"),
+        ([{"messages": TURNS[:2] + [{"role": "assistant", "content": "so " * 3000}]}], None, "at most 2048 tokens"),
+        ([{"messages": TURNS}], "", "val.jsonl has nothing within 2048 tokens"),
+    ],
+)
+def test_data_that_has_nothing_to_learn_or_to_validate_says_why(train, val, says, tiny, tmp_path):
+    folder = write_data(tmp_path / "d", *train)
+    if val is not None:
+        (folder / "val.jsonl").write_text(val)
+    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--no_eval")
+    assert says in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(tiny, tmp_path):
     broken = shutil.copytree(tiny, tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
