@@ -268,7 +268,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
         loss, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
-        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         ctx.gradients = grad_hidden, grad_head
         for h, t, grad_h in zip(hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk)):
             logp = F.linear(h, head).float().log_softmax(-1)  # (chunk, V)
@@ -541,7 +541,7 @@ class Packed:
         """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or the weight has changed."""
         layer, weight, version = self.layers[i]
         same = layer.weight is weight and weight._version == version and not weight.requires_grad  # _version: in place
-        if torch.compiler.is_compiling() or x.requires_grad or not same:
+        if torch.compiler.is_compiling() or x.requires_grad or not same or weight.dtype != torch.bfloat16:
             return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
         read, parts = self.last
         if read is not x:
@@ -551,7 +551,8 @@ class Packed:
 
 
 def pack(model: Transformer) -> Transformer:
-    """Packs and freezes what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then."""
+    """Packs and freezes what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then. A weight that
+    changes later is used as it is, but for changes through .data, which torch does not count: take torch.no_grad()."""
     groups = {"head": [(model, "logits", model.head)]}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer is not model.head:

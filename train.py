@@ -182,7 +182,9 @@ def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[C
     if folder.resolve() == hierarchy.HERE:
         hierarchy.prepare_if_needed()
     if not file.is_file():
-        hint = f"--data is a folder, --split one of its JSONL files, which python -m data.{folder.name}.prepare may make"
+        hint = "--data is a folder, --split one of its JSONL files"
+        if (folder / "prepare.py").exists():
+            hint += f", which python -m data.{folder.name}.prepare may make"
         raise FileNotFoundError(f"{file} does not exist: {hint}")
     conversations, val = Conversations(file, tok, max_tokens), folder / "val.jsonl"
     validation = Conversations(val, tok, max_tokens) if val.exists() else None
@@ -381,10 +383,13 @@ def run(args: argparse.Namespace) -> None:
     model, tok, path = load_base(args.base, device, dtype)
     source = weights_source(path)
     data, validation, line = read_data(args, tok, model.config.max_positions)
-    if started.get("text", data.about) != data.about:
-        raise ValueError(f"the data has changed since the run in {out} was started: give the same, or start anew")
+    about = {"text": data.about, "val": validation.about if validation else None}
+    about["weights"] = [list(stamp) for stamp in files.stamps(sorted(path.glob("*.safetensors")))]
+    if changed := [name for name, value in about.items() if started.get(name, value) != value]:
+        what = {"text": "data", "val": "validation data", "weights": "base"}[changed[0]]
+        raise ValueError(f"the {what} has changed since the run in {out} was started: give the same, or start anew")
     if rank == 0:
-        files.write_json(out / "flags.json", {**flags, "text": data.about})
+        files.write_json(out / "flags.json", {**flags, **about})
         print(f"base {args.base} ({source}) on {device} in {args.dtype}\n{line}")
         if world > 1:
             dist.barrier()  # now the other processes may start

@@ -5,6 +5,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -176,6 +177,11 @@ def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
 # --- a run's directory ------------------------------------------------------------------------------------------------
 
 
+def is_part(file: Path) -> bool:
+    """Whether a run of ours was writing this (NAME.PID.part); nobody else's file is touched."""
+    return re.search(r"\.\d+\.part$", file.name) is not None
+
+
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
     """Holds a directory for this process alone, and takes away what dead ones have left half written. The system lets go
@@ -190,7 +196,7 @@ def claim(folder: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(f"another run is at work in {folder}: wait until it is done, or give another --out") from None
-        for part in folder.glob("*.part"):
+        for part in filter(is_part, folder.iterdir()):
             part.unlink() if part.is_file() else shutil.rmtree(part)
         try:
             yield
@@ -205,7 +211,7 @@ def check_directory(out: Path, flags: dict, go_on: bool) -> dict:
     """Whether a run with these flags may use the directory out, where runs keep flags.json, and a complete training
     results.json; go_on: it may go on with a run of the same flags that is there. Returns the flags of that run, or
     these again if there is none. ValueError says what is in the way."""
-    there = {file.name for file in out.iterdir() if file.suffix != ".part"} if out.is_dir() else set()
+    there = {file.name for file in out.iterdir() if not is_part(file)} if out.is_dir() else set()
     if there and "flags.json" not in there:
         raise ValueError(f"{out} already holds {min(there)}, which is of no run: give another --out")
     if "results.json" in there:

@@ -147,11 +147,13 @@ def test_a_claim_takes_away_what_dead_runs_left_half_written_and_leaves_no_empty
         pass
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
-    for name in ("results.json.123.part", "metrics.jsonl"):
+    for name in ("results.json.123.part", "metrics.jsonl", "somebody's movie.mkv.part"):
         (tmp_path / "run" / name).touch()
     with claim(tmp_path / "run"):
         pass
-    assert [file.name for file in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "somebody's movie.mkv.part"}
+    with pytest.raises(ValueError, match="which is of no run"):
+        check_directory(tmp_path / "run", {}, go_on=True)
 
 
 def test_going_on_across_an_edit_is_refused_with_the_file_that_changed(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from data.files import is_fresh
 from data.hierarchy import prepare as module
 from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
 from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain, right
@@ -618,18 +619,46 @@ def test_sets_are_made_anew_when_a_list_has_changed_from_their_own_seed_and_kept
         ("attacks.tsv", lambda text: text.replace("train\t", "trian\t", 1), "line 1: 'trian' is none of train, test"),
         ("attacks.tsv", lambda text: text.replace("\t", " ", 1), "line 1 has not 2 texts"),
         ("rules.tsv", lambda text: text + "brackets\ttest\tSay {form}\n", "line 149: 'brackets' is none of"),
-        ("rules.tsv", lambda text: text.replace("json\ttest", "title\ttest"), "no wording of json for test"),
+        ("rules.tsv", lambda text: text.replace("{p}", "{P}", 1), "must have {form} or {p}"),
+        ("frames.tsv", lambda text: text.replace("{rule}", "{rul}", 1), "line 1 must have {rule}"),
+        ("frames.tsv", lambda text: text.replace("{rule}", "the rule", 1), "line 1 must have {rule}"),
         ("questions.tsv", lambda text: text + "Who?\t\n", "line 1002 has not 2 texts"),
         ("questions.tsv", lambda text: "".join(text.splitlines(keepends=True)[:100]), "too few questions"),
+        ("neutral.tsv", lambda text: text.encode().decode("latin-1") + "\xe9", None),
     ],
 )
 def test_a_list_that_was_edited_wrongly_is_named_with_its_line(name, change, says, tmp_path, monkeypatch):
     here = shutil.copytree(Path(module.__file__).parent, tmp_path / "hierarchy", ignore=shutil.ignore_patterns("*.json*", "*.tokens"))
     monkeypatch.setattr(module, "HERE", here)
-    (here / name).write_text(change((here / name).read_text()))
+    (here / name).write_text(change((here / name).read_text()), encoding="utf-8" if says else "latin-1")
     with pytest.raises(ValueError, match=re.escape(name)) as error:
         make_sets(0)
-    assert says in str(error.value)
+    assert (says or "is not UTF-8 text") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rules.tsv", lambda text: text.replace("json\ttest", "title\ttest")),
+        ("words.txt", lambda text: "maple\noak\n"),
+        ("words.txt", lambda text: ""),
+        ("attacks.tsv", lambda text: text.replace("test\t", "train\t")),
+        ("neutral.tsv", lambda text: ""),
+    ],
+)
+def test_lists_that_are_too_short_to_draw_from_are_said(name, change, tmp_path, monkeypatch):
+    here = shutil.copytree(Path(module.__file__).parent, tmp_path / "hierarchy", ignore=shutil.ignore_patterns("*.json*", "*.tokens"))
+    monkeypatch.setattr(module, "HERE", here)
+    (here / name).write_text(change((here / name).read_text()))
+    with pytest.raises(ValueError, match="too few of"):
+        make_sets(0)
+
+
+def test_two_processes_that_make_the_sets_at_once_both_get_them(tmp_path):
+    command = [sys.executable, "-m", "data.hierarchy.prepare", "--out", str(tmp_path)]
+    both = [subprocess.Popen(command, cwd=Path(__file__).parent.parent, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate()[1] for process in both] == [b"", b""]
+    assert is_fresh(tmp_path) and not list(tmp_path.glob("*.part"))
 
 
 def test_a_byte_order_mark_and_blank_lines_of_an_editor_change_no_list(tmp_path, monkeypatch):

@@ -610,13 +610,15 @@ def test_a_packed_model_that_was_trained_itself_uses_its_new_weights(then, smoll
 
 @torch.no_grad()
 @BF16_PRODUCTS
-@pytest.mark.parametrize("how", ["in place", "load_state_dict", "assigned"])
+@pytest.mark.parametrize("how", ["in place", "load_state_dict", "assigned", "in fp32"])
 def test_weights_that_change_after_they_were_packed_are_used(how, smollm2):
     model = Transformer.from_pretrained(smollm2, dtype=torch.bfloat16).pack()
     before, ids = model(torch.arange(9)[None]), torch.arange(9)[None]
     changed = {name: tensor * 0.5 for name, tensor in model.layers[3].mlp.state_dict().items()}
     if how == "in place":
         model.layers[3].mlp.up_proj.weight.mul_(0.5)
+    elif how == "in fp32":
+        model.float()
     else:
         model.layers[3].mlp.load_state_dict(changed, assign=how == "assigned")
     now = model(ids)

@@ -193,15 +193,20 @@ def test_a_cache_that_other_batches_filled_changes_no_loss(tiny, tmp_path):
     assert [row["loss"] for row in without] == [row["loss"] for row in cached]
 
 
-def test_a_run_is_not_resumed_on_other_data(tiny, tmp_path):
-    folder = write_data(tmp_path / "d", *hierarchy_records(40))
-    flags = ("--base", tiny, "--data", folder, "--steps", 30, "--no_eval", "--save_every", 2, "--out", tmp_path / "r")
+def test_a_run_is_not_resumed_on_other_data_or_another_base(tiny, tmp_path):
+    folder, base = write_data(tmp_path / "d", *hierarchy_records(40)), shutil.copytree(tiny, tmp_path / "base")
+    flags = ("--base", base, "--data", folder, "--steps", 30, "--no_eval", "--save_every", 2, "--out", tmp_path / "r")
     process = start(flags, tmp_path / "r" / "metrics.jsonl", lines=4)
     process.kill()
     process.communicate()
+    stamp = (base / "model.safetensors").stat()
+    (base / "model.safetensors").touch()
+    done = run("train.py", *flags, "--resume")
+    assert done.returncode != 0 and "the base has changed since the run in" in done.stderr
+    os.utime(base / "model.safetensors", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in hierarchy_records(20)))
     done = run("train.py", *flags, "--resume")
-    assert done.returncode != 0 and "has changed since the run in" in done.stderr
+    assert done.returncode != 0 and "the data has changed since the run in" in done.stderr
 
 
 def test_a_run_of_cal_without_any_system_prompt_says_that_nothing_is_learned(tiny, tmp_path):

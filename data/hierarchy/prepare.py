@@ -5,7 +5,9 @@ last user may attack it, and the last reply keeps it. The lists stand beside thi
 """
 
 import argparse
+import os
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,7 +31,12 @@ Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train
 def rows(name: str) -> list[list[str]]:
     """The tab-separated lines of a list beside this file. ValueError names a line that is none."""
     lines, (*known, texts) = [], LISTS[name]
-    for number, line in enumerate((HERE / name).read_text(encoding="utf-8-sig").splitlines(), start=1):
+    holes = {"frames.tsv": {"{rule}"}, "rules.tsv": {"{form}", "{p}"}}.get(name, set())
+    try:
+        text = (HERE / name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{HERE / name} is not UTF-8 text ({error}): save it as that") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         cells = line.split("\t")
         if not line.strip():
             continue
@@ -37,6 +44,9 @@ def rows(name: str) -> list[list[str]]:
             raise ValueError(f"{HERE / name} line {number} has not {len(known) + texts} texts with tabs between: mend it")
         if wrong := [cell for cell, names in zip(cells, known) if cell not in names]:
             raise ValueError(f"{HERE / name} line {number}: {wrong[0]!r} is none of {', '.join(known[cells.index(wrong[0])])}")
+        filled = set(re.findall(r"\{\w*\}", cells[-1]))
+        if filled - holes or (holes and not filled and FAMILIES.get(cells[0], ("", "word"))[1]):
+            raise ValueError(f"{HERE / name} line {number} must have {' or '.join(sorted(holes)) or 'no {…}'}: mend it")
         lines.append(cells)
     return lines
 
@@ -69,10 +79,11 @@ def make_pools(rng: random.Random) -> Pools:
     for name, part, text in rows("rules.tsv"):
         for family in TRAIN_FAMILIES if name == "*" else [name]:
             pools[f"{family} rule"][part].append(text)
-    for family in FAMILIES:
-        for part in PARTS if family in TRAIN_FAMILIES else ("test",):
-            if not pools[f"{family} rule"][part]:
-                raise ValueError(f"{HERE / 'rules.tsv'} has no wording of {family} for {part}: add a line")
+    needed = {f"{family} rule": PARTS if family in TRAIN_FAMILIES else ("test",) for family in FAMILIES}
+    needed |= dict.fromkeys(("attacks", "frames", "neutral"), PARTS) | dict.fromkeys(parameters, ("train", "val", "test"))
+    for name, parts in needed.items():
+        if empty := [part for part in parts if not pools[name][part]]:
+            raise ValueError(f"the lists in {HERE} have too few of {name!r}, and none for {empty[0]}: add some")
     if len(pools["question"]["test"]) <= MOST_TURNS:
         raise ValueError(f"{HERE / 'questions.tsv'} has too few questions for {MOST_TURNS} turns of the test sets: add some")
     return pools
@@ -152,9 +163,9 @@ def prepare(folder: Path, seed: int = 0) -> dict[str, list[dict]]:
     folder.mkdir(parents=True, exist_ok=True)
     sets = make_sets(seed)
     for name, records in sets.items():
-        write_jsonl(folder / f"{name}.jsonl.part", records)
+        write_jsonl(folder / f"{name}.jsonl.{os.getpid()}.part", records)
     for name in sets:  # all are there: sets of two runs never mix
-        (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
+        (folder / f"{name}.jsonl.{os.getpid()}.part").replace(folder / f"{name}.jsonl")
     write_made(folder, sources_of("hierarchy"), seed)
     return sets
 
