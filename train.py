@@ -260,6 +260,8 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
         dist.all_gather_object(seen := [None] * world, first)
         if len(set(seen)) > 1:
             raise ValueError(f"the processes find checkpoints of steps {seen}: give all of them one shared --out")
+    if args.resume and rank == 0:
+        print(f"going on after step {first}" if first else f"{args.out} has no checkpoint: the run starts at its beginning")
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
     states = None
     if args.cache_prefix:  # what the layers below the first block give depends on the checkpoint, and on the code

@@ -239,7 +239,9 @@ def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
             if all(decisions(rows[key], measure) for rows in everyone):  # else it would not be paired
                 cells.setdefault((task, "all" if is_pooled(task) else group, measure), []).append(key)
     if not cells:
-        raise ValueError("these runs share no prompt that all of them answered: compare runs of the same tasks")
+        tasks = (f"{name} has {', '.join(sorted({key[0] for run in runs for key in run['rows']}))}" for name, runs in groups.items())
+        what = f"these runs share no prompt that all of them answered ({'; '.join(tasks)})"
+        raise ValueError(f"{what}: compare runs of the same tasks, made from the same lists")
     table, first = {}, next(iter(groups))
     for (task, group, measure), keys in cells.items():
         drawn, row = {}, {"n": len(keys), "base": None, "groups": {}}

@@ -414,7 +414,7 @@ def test_overlap_is_that_of_sets_of_13_words(tmp_path, folder):
     prompts += [{"messages": [{"role": "user", "content": f"{many} {prose(rng, 20)}"}]} for _ in range(11)]
     prompts += [{"messages": [{"role": "system", "content": f"{few} {prose(rng, 20)}"}]} for _ in range(10)]
     (folder.parent / "gsm8k/examples.jsonl").write_bytes(jsonl(prompts))
-    grams, _ = overlap.benchmark_grams(folder)
+    grams, _ = overlap.benchmark_grams(folder.parent)
     expected = set().union(*(tuples(text) for text in texts[:60]), tuples(few), tuples(short))
     pieces = [" ".join(text.split()[a:]) for text in texts for a in (0, 3, 20)]
     for text in [*texts, *pieces, many, few, short, f"{few} and more", f"so {many}", f"{short} it"]:
@@ -479,6 +479,12 @@ def test_a_benchmark_that_can_not_be_had_is_named_and_the_run_goes_on(tmp_path, 
     assert report["not checked"].keys() == {"ih_challenge"}
     assert "does not exist" in report["not checked"]["ih_challenge"]
     assert json.loads((folder / "sources.json").read_text()) == report
+
+
+def test_a_corpus_elsewhere_is_checked_against_the_benchmarks_of_data_and_leaves_nothing_beside_it(tmp_path, folder):
+    report = prepare(tmp_path / "own" / "corpus", given(tmp_path, [chat(PROMPT), *fillers(3)]), data=folder.parent)
+    assert [row["overlap"] for row in report["sources"].values()] == [1] and not report["not checked"]
+    assert [file.name for file in (tmp_path / "own").iterdir()] == ["corpus"]
 
 
 def test_benchmarks_that_are_there_are_not_made_again(tmp_path, folder):

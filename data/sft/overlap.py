@@ -55,8 +55,8 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
             yield said + example.get("turns", [])
 
 
-def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:
-    """The sorted grams of all benchmarks, in the folders beside `folder`, and why some could not be read."""
+def benchmark_grams(data: Path) -> tuple[np.ndarray, dict[str, str]]:
+    """The sorted grams of all benchmarks, in the folders of `data`, and why some could not be read."""
     names = sorted(file.parent.name for file in DATA.glob("*/score.py"))
     names.remove("long_ifeval")  # its prompts are sys_ifeval's, and filler
     none = np.zeros(0, np.uint64)
@@ -64,7 +64,7 @@ def benchmark_grams(folder: Path) -> tuple[np.ndarray, dict[str, str]]:
     for name in tqdm(names, desc="benchmarks", leave=False):
         prompts = [none]
         try:
-            for texts in read_prompts(name, folder.parent / name):
+            for texts in read_prompts(name, data / name):
                 words = [words_of(text) for text in texts]
                 found += [grams_of(text) for text in words if len(text) < GRAM]
                 long = [grams_of(text) for text in words if len(text) >= GRAM]

@@ -230,9 +230,10 @@ def deal(kept: list[Path], folder: Path, seed: int) -> None:
         (folder / f"{name}.jsonl.part").replace(folder / f"{name}.jsonl")
 
 
-def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0) -> dict:
+def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0,
+            data: Path | None = None) -> dict:  # fmt: skip
     """Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
-    what is in sources.json. Benchmarks are looked for beside `folder`. Each source that is complete stays in folder/raw
+    what is in sources.json. Benchmarks are looked for in `data`, else beside `folder`. Each source that is complete stays in folder/raw
     until all are. Raises what download raises, and ValueError for a record of an unknown form."""
     if n < 2:
         raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
@@ -242,17 +243,17 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
     try:
         with claim(folder):
             (folder / "raw").mkdir(exist_ok=True)
-            return build(folder, list(dict.fromkeys(files or [])), n, seed)
+            return build(folder, list(dict.fromkeys(files or [])), n, seed, data or folder.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(f"the disk is full: make room for {folder} and run this again, to go on from here") from None
         raise
 
 
-def build(folder: Path, files: list[Path], n: int, seed: int) -> dict:
+def build(folder: Path, files: list[Path], n: int, seed: int, data: Path) -> dict:
     """What prepare() does, once its arguments are in order."""
     raw = folder / "raw"
-    grams, unchecked = benchmark_grams(folder)
+    grams, unchecked = benchmark_grams(data)
     # what an earlier run has completed counts if it did the very same: this code, these files, these benchmarks
     code = [file_hash(file) for file in sorted(HERE.glob("*.py"))]
     key = blake2b(f"{code} {n} {stamps(files)}".encode() + grams.tobytes()).hexdigest()
@@ -310,7 +311,7 @@ if __name__ == "__main__":
     try:
         if args.files and not args.out:
             raise ValueError("--from makes a corpus of your own: give --out, a folder for it, which train.py --data takes")
-        report = prepare(args.out or HERE, args.files, args.n, args.seed)
+        report = prepare(args.out or HERE, args.files, args.n, args.seed, HERE.parent)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     print(table(report))
