@@ -482,7 +482,7 @@ def test_a_benchmark_that_can_not_be_had_is_named_and_the_run_goes_on(tmp_path, 
 
 
 def test_a_corpus_elsewhere_is_checked_against_the_benchmarks_of_data_and_leaves_nothing_beside_it(tmp_path, folder):
-    report = prepare(tmp_path / "own" / "corpus", given(tmp_path, [chat(PROMPT), *fillers(3)]), data=folder.parent)
+    report = prepare(tmp_path / "own" / "corpus", given(tmp_path, [chat(PROMPT, "Yes."), *fillers(3)]), data=folder.parent)
     assert [row["overlap"] for row in report["sources"].values()] == [1] and not report["not checked"]
     assert [file.name for file in (tmp_path / "own").iterdir()] == ["corpus"]
 
