@@ -137,6 +137,8 @@ def mfu(model: Transformer, device: str, tokens: int, targets: int, length: floa
 
 def compile_layers(model: Transformer) -> None:
     """torch.compile, layer by layer, so that one compilation serves all; with sizes left open, it is a handful of times."""
+    for module in model.modules():
+        vars(module).pop("forward", None)  # the layers' own: what is put in its place differs from layer to layer
     for module in [*model.layers, *model.inserted.values()]:
         module.compile(dynamic=True)
 
