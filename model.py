@@ -538,13 +538,14 @@ class Packed:
             setattr(module, method, partial(self.product, i))
 
     def product(self, i: int, x: Tensor) -> Tensor:
-        """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or the weight has changed."""
-        layer, weight, version = self.layers[i]
-        same = layer.weight is weight and weight._version == version and not weight.requires_grad  # _version: in place
-        if torch.compiler.is_compiling() or x.requires_grad or not same or weight.dtype != torch.bfloat16:
-            return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
+        """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or a weight has changed."""
         read, parts = self.last
         if read is not x:
+            # _version counts changes in place
+            changed = any(m.weight is not w or w._version != version or w.requires_grad for m, w, version in self.layers)
+            if changed or x.requires_grad or x.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+                layer = self.layers[i][0]
+                return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
             parts = self.multiply(x, self.weight, self.bias, "none", [], "").split(self.sizes, dim=-1)
         self.last = (x, parts) if i + 1 < len(parts) else (None, ())  # nothing is kept once all have their parts
         return parts[i]
