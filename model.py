@@ -317,7 +317,7 @@ class Transformer(nn.Module):
         if tokens > context:
             raise ValueError(f"{tokens} tokens do not fit the model's context of {context}: shorten the conversation")
         if cache and cache.used and system is not None and system.any():
-            raise ValueError("the system prompt comes with the first call that fills a cache: its keys are kept from then on")
+            raise ValueError("a system prompt comes with the first call that fills a cache, which keeps its keys")
         positions = cache.advance(T) if cache else torch.arange(T, device=ids.device)[None]
         x = self.embed_tokens(ids) if below_blocks is None else below_blocks  # (B, T, D)
         known = 0 if below_blocks is None else self.layers_below_blocks

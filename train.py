@@ -74,7 +74,8 @@ def read_flags() -> argparse.Namespace:
     flag("--no_eval", action="store_true", help="train alone, without the test sets")
     flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
     args = parser.parse_args()
-    for name in ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every", "eval_limit", "rank", "width"):
+    counts = ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every", "eval_limit", "rank", "width")
+    for name in counts:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     for name, methods in (("rank", ("lora",)), ("width", ("mlp",)), ("cache_prefix", ("cal", "mlp"))):
@@ -267,8 +268,9 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
     states = None
     if args.cache_prefix:  # what the layers below the first block give depends on the checkpoint, and on the code
-        key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), args.compile]
-        states = States(data, model.config.hidden_size, pick_dtype(args.dtype, device), device, [*key, model.layers_below_blocks])
+        code, dtype = files.file_hash(files.ROOT / "model.py"), pick_dtype(args.dtype, device)
+        key = [files.stamps(sorted(path.iterdir())), code, args.compile, model.layers_below_blocks]
+        states = States(data, model.config.hidden_size, dtype, device, key)
     model.grad_checkpoint, multiple = args.grad_checkpoint, 1
     if args.compile:
         compile_layers(model)
@@ -329,7 +331,8 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str, before: list[dict]) -> None:
+def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Tokenizer, source: str,
+           before: list[dict]) -> None:  # fmt: skip
     """Saves the adapter, asks the test sets again, and writes and prints what came of the run."""
     out, count = args.out, sum(p.numel() for p in trainable(model).values())
     about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}

@@ -279,7 +279,7 @@ def chatml_pieces(tok: Tokenizer, messages: list[dict], add_generation_prompt: b
         if tok.thinks and speaker == ASSISTANT:  # a reply's thoughts are shown in the last one alone
             (thoughts, _, answer), last = content.rpartition("</think>"), n == len(messages)
             if last and thoughts:
-                raise ValueError(f"message {n} has thoughts, <think>…</think>: leave them out, replies are made without here")
+                raise ValueError(f"message {n} has thoughts, <think>…</think>: leave them out, here replies have none")
             if last:
                 pieces.append((think, TEMPLATE))
             if last or thoughts:

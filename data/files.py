@@ -63,7 +63,8 @@ def read_published(file: Path, make: Callable[[dict], object]) -> list:
         try:
             made.append(make(record))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place} is not of the published form ({error!r}): delete the file and run this again") from None
+            reason = f"{place} is not of the published form ({error!r})"
+            raise ValueError(f"{reason}: delete the file and run this again") from None
     if not made:
         raise ValueError(f"{file} is empty: delete it and run this again")
     return made
@@ -95,8 +96,9 @@ def source_hash(file: Path) -> str:
 
 def code_of_results() -> dict[str, str]:
     """By name, the hashes of all code and lists that can change what a run of train.py or eval.py says."""
-    code = [ROOT / name for name in ("model.py", "cal.py", "train.py", "sample.py", "eval.py", "data/chat.py", "data/tokens.py")]
-    return {str(file.relative_to(ROOT)): source_hash(file)[:16] for file in [*code, *sources_of("hierarchy")]}
+    code = ("model.py", "cal.py", "train.py", "sample.py", "eval.py", "data/chat.py", "data/tokens.py")
+    sources = [*(ROOT / name for name in code), *sources_of("hierarchy")]
+    return {str(file.relative_to(ROOT)): source_hash(file)[:16] for file in sources}
 
 
 def sources_of(task: str) -> list[Path]:

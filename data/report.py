@@ -239,8 +239,9 @@ def compare(groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], dict]:
             if all(decisions(rows[key], measure) for rows in everyone):  # else it would not be paired
                 cells.setdefault((task, "all" if is_pooled(task) else group, measure), []).append(key)
     if not cells:
-        tasks = (f"{name} has {', '.join(sorted({key[0] for run in runs for key in run['rows']}))}" for name, runs in groups.items())
-        what = f"these runs share no prompt that all of them answered ({'; '.join(tasks)})"
+        tasks = {name: sorted({key[0] for run in runs for key in run["rows"]}) for name, runs in groups.items()}
+        has = "; ".join(f"{name} has {', '.join(of_run)}" for name, of_run in tasks.items())
+        what = f"these runs share no prompt that all of them answered ({has})"
         raise ValueError(f"{what}: compare runs of the same tasks, made from the same lists")
     table, first = {}, next(iter(groups))
     for (task, group, measure), keys in cells.items():

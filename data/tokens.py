@@ -32,7 +32,8 @@ def split(tok: Tokenizer, record: object) -> list[object]:
     """The records that a record is learned from: itself, but for Qwen3 one for each reply that is learned, ending
     there, since a reply must be learned behind what it will be generated behind, and only the last has its empty think
     block."""
-    if not tok.thinks or not isinstance(record, dict) or "train_on" in record or not isinstance(record.get("messages"), list):
+    whole = isinstance(record, dict) and isinstance(record.get("messages"), list)
+    if not tok.thinks or not whole or "train_on" in record:
         return [record]
     ends = [n for n, m in enumerate(record["messages"], 1) if isinstance(m, dict) and m.get("role") == "assistant"]
     return [{"messages": record["messages"][:n], "train_on": "last"} for n in ends] or [record]

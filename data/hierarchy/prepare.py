@@ -43,7 +43,8 @@ def rows(name: str) -> list[list[str]]:
         if len(cells) != len(known) + texts or not all(cell.strip() for cell in cells):
             raise ValueError(f"{HERE / name} line {number} has not {len(known) + texts} texts with tabs between: mend it")
         if wrong := [cell for cell, names in zip(cells, known) if cell not in names]:
-            raise ValueError(f"{HERE / name} line {number}: {wrong[0]!r} is none of {', '.join(known[cells.index(wrong[0])])}")
+            names = ", ".join(known[cells.index(wrong[0])])
+            raise ValueError(f"{HERE / name} line {number}: {wrong[0]!r} is none of {names}")
         filled = set(re.findall(r"\{\w*\}", cells[-1]))
         if filled - holes or (holes and not filled and FAMILIES.get(cells[0], ("", "word"))[1]):
             raise ValueError(f"{HERE / name} line {number} must have {' or '.join(sorted(holes)) or 'no {…}'}: mend it")

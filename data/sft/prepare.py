@@ -233,8 +233,8 @@ def deal(kept: list[Path], folder: Path, seed: int) -> None:
 def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0,
             data: Path | None = None) -> dict:  # fmt: skip
     """Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
-    what is in sources.json. Benchmarks are looked for in `data`, else beside `folder`. Each source that is complete stays in folder/raw
-    until all are. Raises what download raises, and ValueError for a record of an unknown form."""
+    what is in sources.json. Benchmarks are looked for in `data`, else beside `folder`. Each source that is complete
+    stays in folder/raw until all are. Raises what download raises, and ValueError for a record of an unknown form."""
     if n < 2:
         raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
     for file in files or []:
