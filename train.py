@@ -370,14 +370,13 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
 
 def main() -> None:
     args = read_flags()
-    first = os.environ.get("RANK", "0") == "0"  # of several processes the first alone writes
-    with files.claim(args.out) if first else nullcontext():
-        run(args)
-
-
-def run(args: argparse.Namespace) -> None:
-    """Set-up, loop, report."""
     rank, world = start_processes(args)
+    with files.claim(args.out) if rank == 0 else nullcontext():  # the first process alone writes
+        run(args, rank, world)
+
+
+def run(args: argparse.Namespace, rank: int, world: int) -> None:
+    """Set-up, loop, report."""
     out, device, dtype = args.out, args.device, pick_dtype(args.dtype, args.device)
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "save_every")}
     flags["code"] = files.code_of_results()

@@ -45,6 +45,7 @@ def rows(name: str) -> list[list[str]]:
         if wrong := [cell for cell, names in zip(cells, known) if cell not in names]:
             names = ", ".join(known[cells.index(wrong[0])])
             raise ValueError(f"{HERE / name} line {number}: {wrong[0]!r} is none of {names}")
+        # a rule or a frame has something to fill in, unless its family has no parameter; other texts have nothing
         filled = set(re.findall(r"\{\w*\}", cells[-1]))
         if filled - holes or (holes and not filled and FAMILIES.get(cells[0], ("", "word"))[1]):
             raise ValueError(f"{HERE / name} line {number} must have {' or '.join(sorted(holes)) or 'no {…}'}: mend it")
