@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cal import adapter_info
+from cal import adapter_info, set_scale
 from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
@@ -172,7 +172,7 @@ def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
     return [{"reply": r if "asks" in e else r[0]} for e, r in zip(examples, replies)]
 
 
-def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 32, batch_tokens: int = 4096,
+def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 48, batch_tokens: int = 4096,
         system: str = "", bar: str = "replies") -> Iterator[tuple[int, dict]]:  # fmt: skip
     """Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
@@ -219,7 +219,8 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
 def versions() -> dict[str, str]:
     """What a number's last digits depend on beside the code."""
     processor = torch.backends.cpu.get_cpu_capability() + (" with AMX" if CPU_AMX else "")
-    return {"python": platform.python_version(), "torch": torch.__version__, "processor": processor}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"python": platform.python_version(), "torch": torch.__version__, "processor": processor, "gpu": gpu}
 
 
 def by_set(rows: list[dict]) -> dict[str, dict]:
@@ -228,6 +229,26 @@ def by_set(rows: list[dict]) -> dict[str, dict]:
         name: {"followed": kept["mean"], **{key: kept[key] for key in ("n", "low", "high")}, "right": right["mean"]}
         for name, kept, right in ((name, s["kept"], s["right"]) for name, s in report.summarize(rows).items())
     }
+
+
+@torch.no_grad()
+def divergence(model: Transformer, tok: Tokenizer, rows: list[dict]) -> float:
+    """The mean KL(base || trained) in nats a token over the base's replies in rows: what training moved beside the rules.
+    It foretells forgetting (arXiv 2509.04259). The base is the model at scale 0, the trained one at scale 1."""
+    total, count = 0.0, 0
+    for row in rows:
+        asked, system = prompt(tok, row["messages"])
+        ids = torch.cat((asked, torch.tensor(tok.encode(row["reply"])))).to(model.embed_tokens.weight.device)
+        system = torch.nn.functional.pad(system, (0, len(ids) - len(asked))).to(ids.device)
+        logp = []
+        for scale in (0.0, 1.0):
+            set_scale(model, scale)
+            hidden = model(ids[None], system[None])[0, len(asked) - 1 : -1]  # where the reply's tokens are predicted
+            logp.append(model.logits(hidden).float().log_softmax(-1))  # (tokens of the reply, V)
+        base, trained = logp
+        # KL(p || q) = sum_v p_v (log p_v - log q_v)
+        total, count = total + (base.exp() * (base - trained)).sum().item(), count + len(base)
+    return total / count
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
@@ -302,14 +301,15 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.inserted = nn.ModuleDict()  # cal.py's blocks, by boundary: inserted["26"] runs after layer 26
         self.attention_mask: Callable | None = None  # cal.py's function: from the system mask, who sees whom
-        self.grad_checkpoint = False  # less memory in training, more time (arXiv 1604.06174)
+        self.run = lambda module, *args: module(*args)  # train.py --grad_checkpoint puts another function here
 
     def forward(self, ids: Tensor, system: Tensor | None = None, cache: Cache | None = None,
-                below_blocks: Tensor | None = None) -> Tensor:  # fmt: skip
+                below: Tensor | None = None, stop: int | None = None) -> Tensor:  # fmt: skip
         """ids (B, T) and system, bool (B, T), True on the system prompt's tokens, give hidden states (B, T, D) after
         the final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
-        tokens continue its rows. below_blocks (B, T, D) is self.below_blocks(ids), where that is known already. The
-        head is not in it: logits() and loss() run it on those tokens alone that need it."""
+        tokens continue its rows. stop ends after layer `stop`, without the norm; below (B, T, D) is what that gave for
+        the layer under the first block, which no training changes: those layers do not run again. The head is not in
+        it: logits() and loss() run it on those tokens alone that need it."""
         if system is not None and (system.shape != ids.shape or system.dtype != torch.bool):
             raise ValueError(f"system is {system.dtype} of {tuple(system.shape)}: give bool of {tuple(ids.shape)}")
         T = ids.shape[1]
@@ -319,42 +319,28 @@ class Transformer(nn.Module):
         if cache and cache.used and system is not None and system.any():
             raise ValueError("a system prompt comes with the first call that fills a cache, which keeps its keys")
         positions = cache.advance(T) if cache else torch.arange(T, device=ids.device)[None]
-        x = self.embed_tokens(ids) if below_blocks is None else below_blocks  # (B, T, D)
-        known = 0 if below_blocks is None else self.layers_below_blocks
+        x = self.embed_tokens(ids) if below is None else below  # (B, T, D)
         cos, sin = rope_tables(self.config, positions, x.dtype)
         # which token sees which system token is the same for every block: it is computed once
         anchor = self.attention_mask(system) if self.attention_mask and system is not None else None
-        twice = self.grad_checkpoint and torch.is_grad_enabled()
-
-        def run(module: nn.Module, *args: object) -> Tensor:
-            """module(*args), which may save its inputs alone and run again in the backward pass."""
-            return recompute(module, *args, use_reentrant=False, preserve_rng_state=False) if twice else module(*args)
-
         # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
         # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
         for b, layer in enumerate(self.layers, start=1):
-            if b > known:
-                x = run(layer, x, cos, sin, cache)
+            if below is None or b > self.first_block:
+                x = self.run(layer, x, cos, sin, cache)
+            if b == stop:
+                return x
             if (boundary := str(b)) in self.inserted:
                 kept = cache.inserted.setdefault(boundary, {}) if cache else None
-                x = run(self.inserted[boundary], x, system, kept, anchor, positions)
+                x = self.run(self.inserted[boundary], x, system, kept, anchor, positions)
         if cache:
             cache.positions = cache.positions + T  # not in place: generate sets them to a tensor of its own
         return self.norm(x)
 
     @property
-    def layers_below_blocks(self) -> int:
-        """How many layers come before the first inserted block."""
-        return min((int(boundary) for boundary in self.inserted), default=0)
-
-    @torch.no_grad()
-    def below_blocks(self, ids: Tensor) -> Tensor:
-        """ids (B, T) to hidden states (B, T, D) before the first inserted block: no training changes these."""
-        x = self.embed_tokens(ids)
-        cos, sin = rope_tables(self.config, torch.arange(ids.shape[1], device=ids.device)[None], x.dtype)
-        for layer in self.layers[: self.layers_below_blocks]:
-            x = layer(x, cos, sin)
-        return x
+    def first_block(self) -> int:
+        """The layer after which the first block runs."""
+        return min(map(int, self.inserted))
 
     @property
     def head(self) -> nn.Module:

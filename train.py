@@ -23,11 +23,13 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from cal import METHODS, PLACEMENTS, attach, load_trainable, save_adapter, sizes, trainable
@@ -35,9 +37,10 @@ from data import files
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy import prepare as hierarchy
+from data.hierarchy.score import first_sentence
 from data.report import show, summarize
-from data.tokens import Conversations, States, batches_of_step, collate, make_batches
-from eval import ask_base, ask_in_order, by_set, validate, versions
+from data.tokens import Conversations, batches_of_step, collate, make_batches, remembered
+from eval import ask_base, ask_in_order, by_set, divergence, validate, versions
 from model import Transformer, pick_device, pick_dtype
 from sample import BASE, add_device_flags, load_base, ready_to_ask
 
@@ -71,8 +74,8 @@ def read_flags() -> argparse.Namespace:
     flag("--val_every", type=int, default=100, help="steps between validations (%(default)s)")
     flag("--save_every", type=int, default=100, help="steps between checkpoints (%(default)s)")
     flag("--resume", action="store_true", help="go on with the run in --out; repeat its other flags")
-    flag("--no_eval", action="store_true", help="train alone, without the test sets")
-    flag("--eval_limit", type=int, help="prompts of each test set (72, of shots24 36)")
+    flag("--ask", default="test", choices=("test", "val", "none"), help="which sets, before and after: choose by val")
+    flag("--eval_limit", type=int, help="prompts of each set (72, of shots24 36)")
     args = parser.parse_args()
     counts = ("steps", "batch_tokens", "accumulate", "max_tokens", "val_every", "save_every", "eval_limit", "rank", "width")
     for name in counts:
@@ -266,12 +269,13 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     if args.resume and rank == 0:
         print(f"going on after step {first}" if first else f"{args.out} has no checkpoint: the run starts at its beginning")
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
-    states = None
-    if args.cache_prefix:  # what the layers below the first block give depends on the checkpoint, and on the code
-        code, dtype = files.file_hash(files.ROOT / "model.py"), pick_dtype(args.dtype, device)
-        key = [files.stamps(sorted(path.iterdir())), code, args.compile, model.layers_below_blocks]
-        states = States(data, model.config.hidden_size, dtype, device, key)
-    model.grad_checkpoint, multiple = args.grad_checkpoint, 1
+    under_blocks = partial(model, stop=model.first_block if args.cache_prefix else None)
+    # what it gives depends on all of this, beside the batch
+    key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), list(model.inserted)]
+    key = json.dumps([*key, args.compile, args.dtype, device, torch.get_num_threads(), versions()])
+    if args.grad_checkpoint:  # less memory, more time (arXiv 1604.06174)
+        model.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    multiple = 1
     if args.compile:
         compile_layers(model)
         multiple = 64  # lengths that suit the GPU
@@ -295,8 +299,8 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
             n, total = sum(data.learned[i] for batch in chosen for i in batch), 0.0
             for batch in chosen[rank::world]:
                 ids, system, targets = collate([data[i] for i in batch], device, multiple)
-                below = states.fetch(batch, ids, model.below_blocks) if states else None
-                loss, _ = model.loss(model(ids, system, below_blocks=below), targets)
+                below = remembered(under_blocks, ids, data.folder, key) if args.cache_prefix else None
+                loss, _ = model.loss(model(ids, system, below=below), targets)
                 (loss / n).backward()
                 total += loss.item()
             stopping = bool(asked)
@@ -352,14 +356,25 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
         after = [{**row, "when": "after"} for row in (ask_in_order(model, tok, before, "trained") if before else [])]
     files.write_jsonl(out / "replies.jsonl", before + after)
     scores = {"before": by_set(before), "after": by_set(after)}
+    pairs = list(zip(before, after))
+    same = [first_sentence(old["reply"]) == first_sentence(new["reply"]) for old, new in pairs if old["set"] == "plain"]
+    if same:  # what it cost where there is no rule to keep
+        scores["same_sentence"] = sum(same) / len(same)
+        if args.method != "full":  # which has no base left to compare with
+            scores["kl"] = divergence(model, tok, [old for old in before if old["set"] == "plain"])
     files.write_json(out / "results.json", {**scores, **about, "parameters": count, **speed})
     (out / "checkpoint.pt").unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if before:
         table = show({"before": summarize(before), "after": summarize(after)})
         print(f"\nreplies that kept the rule and that were right, with 95 % intervals ({source}):\n\n{table}\n")
-    for name in ("rules", "attacks") if before else ():
-        old, new = next(pair for pair in zip(before, after) if pair[1]["set"] == name)
+    if same:
+        kl = f"; KL(base || trained) is {scores['kl']:.3f} nats a token" if "kl" in scores else ""
+        print(f"without a rule, {scores['same_sentence']:.0%} of the replies begin with the base's very sentence{kl}\n")
+    # an attack that worked and works no more, and a prompt without a rule where nothing changed
+    won = [(o, n) for o, n in pairs if n["set"] == "attacks" and n["scores"]["kept"] and n["scores"]["right"]]
+    calm = [(o, n) for o, n in pairs if n["set"] == "plain" and o["reply"] == n["reply"]]
+    for old, new in [*[pair for pair in won if not pair[0]["scores"]["kept"]][:1], *calm[:1]]:
         print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
         print(f"before:  {old['reply']!r}\nafter:   {new['reply']!r}\n")
     print(f'python sample.py --adapter {out} --both --system "…" --user "…" asks it yourself')
@@ -400,8 +415,9 @@ def run(args: argparse.Namespace, rank: int, world: int) -> None:
         if world > 1:
             dist.barrier()  # now the other processes may start
     before = []
-    if rank == 0 and not args.no_eval:
-        before = [{"when": "before", **row} for row in ask_base(model, tok, hierarchy.load(args.eval_limit), path)]
+    if rank == 0 and args.ask != "none":
+        examples = hierarchy.load(args.eval_limit, hierarchy.TESTS if args.ask == "test" else hierarchy.VALS)
+        before = [{"when": "before", **row} for row in ask_base(model, tok, examples, path)]
 
     # what is trained
     attach(model, args.method, args.placement, rope=args.cal_rope, ffn=args.cal_ffn, rank=args.rank, width=args.width)

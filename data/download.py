@@ -34,11 +34,8 @@ CHUNK = 1 << 16  # bytes
 LARGE = 10 << 20  # bytes from which a progress bar is worth its line
 
 
-def download(url: str, path: str | Path, sha256: str | None = None, head: int | None = None) -> Path:
+def download(url: str, path: str | Path, sha256: str | None = None) -> Path:
     """Puts the file at `url` at `path`; what is there already is kept (if its hash is `sha256`, where one is given).
-
-    With `head`, only the first so many bytes are asked for (one more call with a larger head adds what is missing), and
-    `path.part`, which holds them, is returned for as long as they are not the whole file.
 
     $NANOCAL_MIRROR/<host>/<path of the URL> comes before the network. What has arrived stays in `path.part`, and the
     next call goes on from there. Raises FileNotFoundError (404), PermissionError (401, 403), ConnectionError (no
@@ -47,15 +44,13 @@ def download(url: str, path: str | Path, sha256: str | None = None, head: int | 
     if path.exists() and (sha256 is None or file_hash(path) == sha256):
         return path
     part = path.with_name(f"{path.name}.part")
-    if head is not None and part.exists() and part.stat().st_size >= head:
-        return part
     try:
         if mirrored := mirror_file(url):
             part.parent.mkdir(parents=True, exist_ok=True)
             version_file(part).unlink(missing_ok=True)  # it would vouch for bytes that aren't the server's
             shutil.copyfile(mirrored, part)
-        elif not fetch(url, part, head):
-            return part
+        else:
+            fetch(url, part)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(f"the disk is full: make room for {path} and run this again, to go on from here") from None
@@ -81,15 +76,14 @@ def version_file(part: Path) -> Path:
     return part.with_suffix(".version.part")
 
 
-def fetch(url: str, part: Path, head: int | None = None) -> bool:
-    """Fills `part` from `url`, going on from the bytes that are there, over a few connections if they break, up to
-    `head` bytes. Returns whether they are the whole file."""
+def fetch(url: str, part: Path) -> None:
+    """Fills `part` from `url`, going on from the bytes that are there, over a few connections if they break."""
     for attempt in range(TRIES):
         time.sleep(attempt)
         try:
-            size, total = stream(url, part, head)
-            if total is None or size in (total, head):
-                return size == total or size != head
+            size, total = stream(url, part)
+            if total is None or size == total:
+                return
             reason = f"{size} of {total} bytes came"
         except urllib.error.HTTPError as error:
             raise refusal(url, error) from None
@@ -102,41 +96,38 @@ def fetch(url: str, part: Path, head: int | None = None) -> bool:
     raise ConnectionError(f"{url} can't be downloaded ({reason}): check the network and run this again")
 
 
-def stream(url: str, part: Path, head: int | None = None) -> tuple[int, int | None]:
+def stream(url: str, part: Path) -> tuple[int, int | None]:
     """Adds to `part` what one connection brings. Returns its size, and the whole file's as the server announces it."""
     known = version_file(part).read_text() if version_file(part).exists() else ""
     size = part.stat().st_size if part.exists() and known else 0
-    span = f"bytes={size}-{'' if head is None else head - 1}"
-    request = urllib.request.Request(url, headers={"Range": span} if size or head else {})
+    request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
     try:
         response = urllib.request.build_opener(Redirect).open(authorize(request), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code != 416 or not size:
             raise
         part.unlink()  # the server's file ends before ours: start again
-        return stream(url, part, head)
+        return stream(url, part)
     with response:
         version = response.headers["ETag"] or response.headers["Last-Modified"] or ""
         total = response.headers["Content-Length"]
-        if response.status == 206:
+        if size and response.status == 206:
             span = re.match(r"bytes (\d+)-\d+/(\d+)", response.headers["Content-Range"] or "")
-            if size and (not span or int(span[1]) != size or version != known):
+            if not span or int(span[1]) != size or version != known:
                 part.unlink()  # the file has changed since: its end would not fit our beginning
-                return stream(url, part, head)
-            if not span or int(span[1]) != size:
-                raise http.client.HTTPException("the server sends other bytes than the first")
+                return stream(url, part)
             total = span[2]
         else:
             size = 0
         total = int(total) if total else None
-        small = head is not None or (total is not None and total < LARGE)
+        small = total is not None and total < LARGE
         part.parent.mkdir(parents=True, exist_ok=True)
         bar = tqdm(desc=part.stem, total=total, initial=size, unit="B", unit_scale=True, disable=small)
         with bar, open(part, "r+b" if size else "wb") as file:
             if size == 0:  # only now that no bytes of another version are left
                 version_file(part).write_text(version)
             file.seek(size)
-            while chunk := response.read(CHUNK if head is None else min(CHUNK, head - size)):
+            while chunk := response.read(CHUNK):
                 file.write(chunk)
                 size += len(chunk)
                 bar.update(len(chunk))

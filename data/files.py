@@ -2,12 +2,14 @@
 
 import argparse
 import ast
+import gzip
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,6 +22,8 @@ except ImportError:  # Windows: nothing is held there
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
+LONGEST = 1 << 20  # characters that no record of a JSON list exceeds
+GAP = re.compile(r"[\s,]*")  # what stands between two of its records
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -54,6 +58,39 @@ def read_jsonl(file: Path, whole: bool = False) -> list[dict]:
     """The records of a JSONL file; whole: without a last line that is still being written. ValueError names a bad line."""
     with file.open("rb") as lines:
         return [record for _, record in json_lines(file, (line for line in lines if not whole or line.endswith(b"\n")))]
+
+
+def read_records(file: Path) -> Iterator[tuple[str, object]]:
+    """The place, for an error, and the content of each record of a JSON list, which is read piece by piece, or of JSONL;
+    either may be gzipped. ValueError names a damaged one."""
+    decoder, place, number = json.JSONDecoder(), "its beginning", 0
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is no file: give one with conversations")
+    with file.open("rb") as content:
+        opener = gzip.open if content.read(2) == b"\x1f\x8b" else open
+    try:
+        with opener(file, "rb") as lines:
+            if b"[" not in lines.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]:
+                lines.seek(0)
+                for place, record in json_lines(file, lines):
+                    yield place, record
+                return
+        with opener(file, "rt", encoding="utf-8-sig") as source:
+            text = source.read(LONGEST)
+            start = text.index("[") + 1
+            while True:
+                if len(text) - start < LONGEST:  # there may be less than a record left
+                    text, start = text[start:] + source.read(LONGEST), 0
+                start = GAP.match(text, start).end()
+                if text.startswith("]", start):
+                    return
+                place = f"{file} record {(number := number + 1)}"
+                record, start = decoder.raw_decode(text, start)
+                yield place, record
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error):  # somewhere in the piece that was read last
+        raise ValueError(f"{file} can't be read beyond {place}: get it anew") from None
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{place} is damaged: get the file anew") from None
 
 
 def read_published(file: Path, make: Callable[[dict], object]) -> list:
@@ -166,12 +203,14 @@ def keep_lines(file: Path, n: int) -> TextIO:
     return file.open("a", encoding="utf-8")
 
 
-def run_prepare(prepare: Callable[[], list[dict]], folder: Path) -> None:
-    """What `python -m data.TASK.prepare` does."""
+def run_prepare(prepare: Callable[..., list[dict]], folder: Path, source: bool = False) -> None:
+    """What `python -m data.TASK.prepare` does; source: its --from FILE takes the place of the download."""
     about = sys.modules["__main__"].__doc__
-    argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if source:
+        parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="instead of the download")
     try:
-        print(f"{len(prepare()):,} examples in {folder / 'examples.jsonl'}")
+        print(f"{len(prepare(**vars(parser.parse_args()))):,} examples in {folder / 'examples.jsonl'}")
     except (OSError, ValueError) as error:
         sys.exit(str(error))
 

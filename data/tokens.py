@@ -5,23 +5,25 @@ conversations one after the other, offsets.bin (int64: where each begins, and th
 """
 
 import hashlib
-import itertools
 import json
 import os
 import random
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 from tqdm import tqdm
 
 from data import chat
 from data.chat import ASSISTANT, SYSTEM, TEMPLATE, Tokenizer, render
-from data.files import file_hash, json_lines, read_json, write_json
+from data.files import file_hash, json_lines, read_json, write_json, write_whole
 
 ARRAYS = {"ids": np.uint32, "roles": np.uint8, "offsets": np.int64}
 
@@ -202,68 +204,17 @@ def collate(conversations: list[Conversation], device: str, multiple: int = 1) -
     return tuple(columns)
 
 
-# --- hidden states beside the tokens ----------------------------------------------------------------------------------
+# --- hidden states on the disk ----------------------------------------------------------------------------------------
 
 
-class States:
-    """What frozen layers make of every conversation, (T, width) each, in a file among the tokens that fills as the
-    conversations come by. The file has three parts: the states of all tokens; for each conversation the shape of the
-    batch in which they were computed, or 0 (their last bits depend on it); and the hash of all else that they depend
-    on, the tokens and `key` (anything that JSON can hold). OSError: there is no room."""
-
-    def __init__(self, conversations: Conversations, width: int, dtype: torch.dtype, device: str, key: list):
-        self.lengths, self.width, self.dtype = conversations.lengths, width, dtype
-        self.starts = [n * width * dtype.itemsize for n in itertools.accumulate(self.lengths, initial=0)]  # in bytes
-        on_gpu = device.startswith("cuda")
-        chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
-        machine = [device.split(":")[0], chip, torch.get_num_threads(), torch.__version__]
-        about = [key, machine, conversations.about, self.lengths, width, str(dtype)]
-        mark = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        file = conversations.folder / f"{mark[:12]}.states"
-        self.path, self.size, n = file, self.starts[-1], 8 * len(self.lengths)
-        if file.exists() and not self.is_whole(mark):
-            print(f"{file} is cut short or foreign: it is written anew", file=sys.stderr)
-            file.unlink()
-        if not file.exists():
-            free = shutil.disk_usage(file.parent).free
-            print(f"hidden states of {sum(self.lengths):,} tokens: {self.size / 1e6:,.1f} MB in {file}")
-            if self.size > free:
-                raise OSError(f"{file} has room for {free / 1e6:,.1f} MB alone: make more, or go without the cache")
-            part = file.with_name(f"{file.name}.{os.getpid()}.part")
-            with part.open("wb") as f:
-                f.truncate(self.size + n)
-                f.seek(self.size + n)
-                f.write(mark.encode())
-            part.replace(file)
-        self.file = file.open("r+b", buffering=0)
-        self.map = np.memmap(self.file, np.uint8, "r")  # of the same file: what is written there is seen here
-        self.shapes = self.map[self.size : self.size + n].view(np.uint64)
-
-    def is_whole(self, mark: str) -> bool:
-        with self.path.open("rb") as f:
-            f.seek(self.size + 8 * len(self.lengths))
-            return f.read() == mark.encode()
-
-    def fetch(self, batch: list[int], ids: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """The states (B, T, width) of these conversations; their padded ids (B, T) are for computing what is not there."""
-        shape = np.uint64(ids.shape[0] << 32 | ids.shape[1])
-        if (self.shapes[batch] == shape).all():
-            hidden = torch.zeros(*ids.shape, self.width, dtype=self.dtype)
-            for row, i in zip(hidden, batch):
-                states = torch.from_numpy(self.map[self.starts[i] : self.starts[i + 1]].copy())
-                row[: self.lengths[i]] = states.view(self.dtype).view(-1, self.width)
-            return hidden.to(ids.device)
-        hidden = compute(ids)
-        try:
-            for row, i in zip(hidden.cpu(), batch):
-                self.write(self.size + 8 * i, bytes(8))
-                self.write(self.starts[i], row[: self.lengths[i]].contiguous().view(torch.uint8).numpy().tobytes())
-                self.write(self.size + 8 * i, shape.tobytes())  # last: a run that dies leaves no half conversation
-        except OSError as error:
-            raise OSError(f"{self.path} can't be written ({error.strerror}): make room, or go without the cache") from None
-        return hidden
-
-    def write(self, start: int, content: bytes) -> None:
-        self.file.seek(start)
-        while content:  # the last piece before a disk is full may be written in part
-            content = content[self.file.write(content) :]
+@torch.no_grad()
+def remembered(compute: Callable[[Tensor], Tensor], ids: Tensor, folder: Path, key: str) -> Tensor:
+    """compute(ids), read from the folder where it was computed before: a file for each batch of ids, (B, T), whole, since
+    last bits depend on a batch's shape. key says what else the result depends on. OSError: there is no room."""
+    name = hashlib.sha256(f"{key} {tuple(ids.shape)}".encode() + ids.cpu().numpy().tobytes()).hexdigest()
+    file = folder / f"{name[:24]}.states"
+    with suppress(OSError, SafetensorError, KeyError):  # not there, or damaged
+        return load(file.read_bytes())["hidden"].to(ids.device)
+    hidden = compute(ids)
+    write_whole(file, save({"hidden": hidden.cpu()}))
+    return hidden

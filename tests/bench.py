@@ -169,7 +169,8 @@ def training(path: Path, shape: str | None, device: str) -> Iterator[Row]:
         ("data/hierarchy", short_batch(tok, device), 2.2, 4.2),
         ("512-token conversations", long_batch(device), 1.9, 3.3),
     ):
-        below = model.below_blocks(batch[0])
+        with torch.no_grad():
+            below = model(batch[0], stop=model.first_block)
         sides = [partial(cal, batch), partial(cal, batch, below), partial(lora, batch)]
         ours, with_cache, our_lora, *other = medians(device, *sides, *(partial(step, batch) for step in theirs))
         tokens, best = batch[0].numel(), batch[0].numel() / min(other)

@@ -70,7 +70,7 @@ def training_step(model: Transformer, method: str) -> Callable[..., Tensor]:
 
     def step(batch: Conversation, below: Tensor | None = None) -> Tensor:
         ids, system, targets = batch
-        loss, n = model.loss(model(ids, system, below_blocks=below), targets)
+        loss, n = model.loss(model(ids, system, below=below), targets)
         (loss / n).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
@@ -155,7 +156,8 @@ def plan(
     with torch.device("meta"):
         model = attach(Transformer(config).to(dtype), method, placement)
         ids, is_system, targets = torch.zeros(3, B, length, dtype=torch.long).unbind()
-    model.grad_checkpoint = grad_checkpoint
+    if grad_checkpoint:
+        model.run = partial(recompute, use_reentrant=False, preserve_rng_state=False)
     parameters = list(trainable(model).values())
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, foreach=foreach)
     ledger = Ledger(round(share * B * length), system)

@@ -310,62 +310,6 @@ def test_a_progress_bar_is_for_large_files(url, path, monkeypatch, capsys, large
     assert ("file.bin" in capsys.readouterr().err) is shown
 
 
-# the head of a file
-
-
-def test_of_a_head_only_its_bytes_are_asked_for(server, url, path):
-    part = download(url, path, head=1000)
-    assert (part.name, part.read_bytes()) == ("file.bin.part", CONTENT[:1000])
-    assert server.asked_ranges() == ["bytes=0-999"]
-    assert not path.exists()
-
-
-def test_a_longer_head_adds_what_is_missing(server, url, path):
-    download(url, path, head=1000)
-    assert download(url, path, head=2500).read_bytes() == CONTENT[:2500]
-    assert server.asked_ranges() == ["bytes=0-999", "bytes=1000-2499"]
-
-
-def test_a_head_that_is_there_is_not_asked_for_again(server, url, path):
-    download(url, path, head=1000)
-    server.requests.clear()
-    assert download(url, path, head=700).read_bytes() == CONTENT[:1000]
-    assert server.requests == []
-
-
-@pytest.mark.parametrize("head", [len(CONTENT), len(CONTENT) + 1])
-def test_a_head_as_long_as_the_file_is_the_file(url, path, head):
-    download(url, path, head=1000)
-    assert download(url, path, head=head) == path
-    assert path.read_bytes() == CONTENT
-    assert leftovers(path) == ["file.bin"]
-
-
-def test_a_dropped_head_is_taken_up_again(server, url, path):
-    server.drops = [300, 200]
-    assert download(url, path, head=1000).read_bytes() == CONTENT[:1000]
-    assert server.asked_ranges() == ["bytes=0-999", "bytes=300-999", "bytes=500-999"]
-
-
-def test_the_head_of_a_file_that_changed_starts_again(server, url, path):
-    download(url, path, head=1000)
-    server.files["/file.bin"] = CONTENT[::-1]
-    assert download(url, path, head=2000).read_bytes() == CONTENT[::-1][:2000]
-
-
-def test_without_range_support_a_head_is_no_longer_than_asked(server, url, path):
-    server.ranges = False
-    for head in (1000, 2000):
-        assert download(url, path, head=head).read_bytes() == CONTENT[:head]
-
-
-def test_other_bytes_than_the_first_are_no_head(server, url, path):
-    server.span = f"bytes 7-1006/{len(CONTENT)}"
-    with pytest.raises(ConnectionError, match="other bytes than the first"):
-        download(url, path, head=1000)
-    assert not path.with_name("file.bin.part").exists()
-
-
 # the mirror
 
 

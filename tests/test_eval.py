@@ -332,15 +332,15 @@ def test_runs_of_different_bases_have_no_base_in_common(tmp_path):
     assert compare(load_runs([a, b]))["hierarchy", "rules", "kept"]["base"] is None
 
 
-@pytest.mark.parametrize("left", ["--no_eval", "missing", "flags alone", "before alone", "unfinished tasks"])
+@pytest.mark.parametrize("left", ["--ask none", "missing", "flags alone", "before alone", "unfinished tasks"])
 def test_a_directory_without_a_complete_run_is_named_and_left_out(left, tmp_path):
     a, other = make_run(tmp_path / "a", [True, False]), tmp_path / "other"
     if left != "missing":
         other.mkdir()
         (other / "flags.json").write_text("{}")
-    if left in ("--no_eval", "before alone"):
+    if left in ("--ask none", "before alone"):
         rows = [r for r in read_jsonl(a / "replies.jsonl") if r["when"] == "before"]
-        write_jsonl(other / "replies.jsonl", [] if left == "--no_eval" else rows)
+        write_jsonl(other / "replies.jsonl", [] if left == "--ask none" else rows)
     if left == "unfinished tasks":
         write_jsonl(other / "ifeval.jsonl", [{"when": "base", "reply": "x"}])
     done = run("eval.py", "--compare", a, other)

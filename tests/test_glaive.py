@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import data.glaive.prepare
-from data.glaive.prepare import EXAMPLES, FORM, NAME, prepare, stream
+from data.files import read_records
+from data.glaive.prepare import EXAMPLES, FORM, NAME, prepare
 from data.glaive.score import parse_call, score
 
 ROOT = Path(__file__).parent.parent
@@ -234,10 +234,10 @@ def test_the_first_500_are_taken_and_the_rest_of_the_file_is_not_read(tmp_path):
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_file_longer_than_the_buffer_is_read_record_by_record(indent, tmp_path, monkeypatch):
     """A record of nearly the whole buffer, and short ones whose ends fall on every place of it."""
-    monkeypatch.setattr(data.glaive.prepare, "LONGEST", 1000)
+    monkeypatch.setattr("data.files.LONGEST", 1000)
     records = [{"text": "x" * (n % 97) + "é\n\"'[]{},"} for n in range(500)] + [{"text": "y" * 950}] + [{}, {}]
     (tmp_path / "x.json").write_text(json.dumps(records, indent=indent), encoding="utf-8")
-    assert list(stream(tmp_path / "x.json")) == list(enumerate(records, start=1))
+    assert [record for _, record in read_records(tmp_path / "x.json")] == records
 
 
 def test_the_file_holds_what_prepare_returns(tmp_path):
@@ -283,18 +283,27 @@ def test_a_file_that_breaks_off_names_the_record(end, tmp_path):
         prepare(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"<html>", b'{"system": "x"}\n{"system": "y"}'])
-def test_a_file_that_is_no_list_is_one_sentence(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no conversation with a call"),
+        (b"{}", "line 1 is no conversation with functions"),
+        (b"<html>", "line 1 is not valid JSON"),
+        (b'{"system": "x"}\n{"system": "y"}', "line 1 is no conversation with functions"),
+    ],
+)
+def test_a_file_of_something_else_is_one_sentence(content, says, tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / NAME).write_bytes(content)
-    with pytest.raises(ValueError, match="no JSON list"):
+    with pytest.raises(ValueError, match=f"{NAME} {says}") as error:
         prepare(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_file_that_is_no_text_is_one_sentence(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / NAME).write_bytes(b'[{"system": "\xff"}]')
-    with pytest.raises(ValueError, match=f"{NAME} can't be read to its end"):
+    with pytest.raises(ValueError, match=f"{NAME} can't be read beyond"):
         prepare(tmp_path)
 
 
@@ -302,15 +311,6 @@ def test_a_file_that_is_no_text_is_one_sentence(tmp_path):
 def test_a_file_without_any_call_is_one_sentence(records, tmp_path):
     with pytest.raises(ValueError, match=f"{NAME} holds no conversation with a call"):
         make(tmp_path, records)
-
-
-def test_without_the_network_the_reader_is_told_of_from(tmp_path, monkeypatch):
-    def refuse(url, path):
-        raise ConnectionError(f"{url} can't be downloaded: check the network and run this again")
-
-    monkeypatch.setattr(data.glaive.prepare, "download", refuse)
-    with pytest.raises(ConnectionError, match="--from FILE"):
-        prepare(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_a_published_file_can_be_given_too(tmp_path):
 
 def test_a_cut_archive_is_one_sentence(tmp_path):
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps([AT_ONCE] * 9).encode())[:-20])
-    with pytest.raises(ValueError, match=r"x\.json\.gz can't be read to its end"):
+    with pytest.raises(ValueError, match=r"x\.json\.gz can't be read beyond"):
         prepare(tmp_path, tmp_path / "x.json.gz")
 
 

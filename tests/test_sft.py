@@ -111,7 +111,6 @@ def sources(server, monkeypatch, tmp_path):
         f"/datasets/{SOURCES['Glaive-v2'][2]}": json.dumps(make("Glaive-v2", 30), indent=1).encode(),
     }
     put_gsm8k(tmp_path, monkeypatch, jsonl(make("GSM8K", 30)))
-    monkeypatch.setattr(module, "BLOCK", 5000)
     return server
 
 
@@ -497,43 +496,12 @@ def test_benchmarks_that_are_there_are_not_made_again(tmp_path, folder):
 # the network
 
 
-def test_only_the_head_of_slimorca_is_asked_for(sources, folder):
-    prepare(folder, n=N)
-    lines = sources.files[SLIMORCA].splitlines(keepends=True)
-    asked = [headers["Range"] for path, headers in sources.requests if path == SLIMORCA]
-    assert asked[:2] == ["bytes=0-4999", "bytes=5000-9999"]
-    needed = len(b"".join(lines[:44]))
-    assert len(asked) == -(-needed // 5000) < len(b"".join(lines)) / 5000 / 5
-
-
-def test_blocks_cut_no_record(sources, folder, tmp_path, monkeypatch):
-    prepare(folder, n=N)
-    monkeypatch.setattr(module, "BLOCK", 1 << 30)
-    prepare(make_folder(tmp_path / "at_once"), n=N)
-    assert content(folder) == content(tmp_path / "at_once/sft")
-
-
 def test_dropped_connections_change_nothing(sources, folder, tmp_path):
     prepare(make_folder(tmp_path / "smooth"), n=N)
     sources.drops = [1000, 700, 50_000, 3000, 2000, 50_000, 1, 4000, 17]
     prepare(folder, n=N)
     assert sources.drops == []
     assert content(folder) == content(tmp_path / "smooth/sft")
-
-
-def test_a_slimorca_that_changes_meanwhile_is_read_anew(sources, folder, tmp_path, monkeypatch):
-    blocks = []
-
-    def change_after_two_blocks(url, path, *args, **kwargs):
-        blocks.extend([kwargs["head"]] if "head" in kwargs else [])
-        if len(blocks) == 3:
-            sources.files[SLIMORCA] = jsonl(make("SlimOrca", 400)[::-1])
-        return test_download.download(url, path, *args, **kwargs)
-
-    monkeypatch.setattr(module, "download", change_after_two_blocks)
-    prepare(folder, n=N)
-    prepare(make_folder(tmp_path / "clean"), n=N)
-    assert content(folder) == content(tmp_path / "clean/sft")
 
 
 @pytest.mark.parametrize(
@@ -588,7 +556,7 @@ from pathlib import Path
 from data.sft import overlap
 from data.sft import prepare as module
 folder, n, where, countdown, digest = sys.argv[1:]
-module.SHA256["GSM8K"], module.BLOCK, left = digest, 5000, int(countdown)
+module.SHA256["GSM8K"], left = digest, int(countdown)
 def dying(function):
     def call(*args):
         global left

@@ -100,14 +100,14 @@ def test_the_six_types_of_criteria_are_those_of_the_paper(tmp_path, shared):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[{", "not valid JSON"),
+        ("[{", "record 1 is damaged"),
         (json.dumps(rebuilt()) + "\n{", "line 2 is not valid JSON"),
         (json.dumps([published(), {"system_id": 8}]), "record 2 is damaged"),
         (json.dumps([published(prompt_infos={})]), "record 1 is damaged .*第一问"),
         (json.dumps([published(messages=[])]), "record 1 is damaged .*no user turn"),
         (json.dumps([published(system_prompt=None)]), "record 1 is damaged .*no text"),
         (json.dumps([5]), "record 1 is damaged"),
-        (json.dumps(rebuilt() | {"turns": [{"user": "第一问", "criteria": "none"}]}), "record 1 is damaged"),
+        (json.dumps(rebuilt() | {"turns": [{"user": "第一问", "criteria": "none"}]}), "line 1 is damaged"),
         (json.dumps([published(), published()]), "same system_id"),
         ("", "no records"),
     ],

@@ -6,14 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data import tokens
 from data.chat import Tokenizer, render
-from data.tokens import Conversation, Conversations, States, collate
+from data.tokens import Conversation, Conversations, collate, remembered
 from tests.small import ROOT, TURNS, write_data
 
 
@@ -180,87 +179,41 @@ def doubled(ids: torch.Tensor) -> torch.Tensor:
     return torch.stack((ids, 2 * ids), dim=-1).bfloat16()
 
 
-def states_of(file: Path, tok: Tokenizer, key: str = "weights") -> tuple[States, torch.Tensor]:
-    conversations = Conversations(file, tok, 1024)
-    ids, _, _ = collate([conversations[1], conversations[0]], "cpu")
-    return States(conversations, 2, torch.bfloat16, "cpu", [key]), ids
+IDS = torch.arange(12).view(2, 6)
 
 
 def refuse(_: torch.Tensor) -> None:
     raise AssertionError("computed again")
 
 
-def test_states_are_computed_once_and_read_by_the_next_run(file, tok):
-    states, ids = states_of(file, tok)
-    states.fetch([1, 0], ids, doubled)
-    states, ids = states_of(file, tok)
-    assert torch.equal(states.fetch([1, 0], ids, refuse)[1], doubled(ids)[1])
+def test_hidden_states_are_computed_once_and_read_by_the_next_run(tmp_path):
+    remembered(doubled, IDS, tmp_path, "weights")
+    assert torch.equal(remembered(refuse, IDS, tmp_path, "weights"), doubled(IDS))
 
 
-def test_states_from_a_batch_of_another_shape_are_computed_anew(file, tok):
-    """Their last bits depend on it: a run may not depend on which one filled the cache."""
-    states, ids = states_of(file, tok)
-    states.fetch([1, 0], ids, doubled)
-    alone, _, _ = collate([Conversations(file, tok, 1024)[1]], "cpu")
+@pytest.mark.parametrize("change", ["key", "ids", "order", "shape"])
+def test_hidden_states_of_another_batch_or_of_other_weights_are_computed_anew(change, tmp_path):
+    """Of the same conversations in another batch, too: the last bits depend on its shape."""
+    remembered(doubled, IDS, tmp_path, "weights")
+    other = {"ids": IDS + 1, "order": IDS.flip(0), "shape": IDS.view(3, 4)}.get(change, IDS)
     with pytest.raises(AssertionError):
-        states.fetch([1], alone, refuse)
+        remembered(refuse, other, tmp_path, "other weights" if change == "key" else "weights")
 
 
-def test_states_serve_another_batch_of_the_same_shape(file, tok):
-    states, ids = states_of(file, tok)
-    states.fetch([1, 0], ids, doubled)
-    assert torch.equal(states.fetch([0, 1], ids.flip(0), refuse)[0], doubled(ids)[1])
+@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: bytes(len(content)), lambda _: b""])
+def test_a_damaged_file_of_hidden_states_is_written_anew(damage, tmp_path):
+    remembered(doubled, IDS, tmp_path, "weights")
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    assert torch.equal(remembered(doubled, IDS, tmp_path, "weights"), doubled(IDS))
+    assert torch.equal(remembered(refuse, IDS, tmp_path, "weights"), doubled(IDS))
 
 
-def test_a_batch_with_one_conversation_missing_is_computed(file, tok):
-    states, ids = states_of(file, tok)
-    states.fetch([1], ids[:1, : states.lengths[1]], doubled)
-    with pytest.raises(AssertionError):
-        states.fetch([1, 0], ids, refuse)
-
-
-@pytest.mark.parametrize("change", ["key", "text"])
-def test_states_are_refused_when_what_they_depend_on_changed(change, file, tok):
-    states, ids = states_of(file, tok)
-    states.fetch([1, 0], ids, doubled)
-    if change == "text":
-        file.write_text(file.read_text().replace("maple", "birch"))
-    states, ids = states_of(file, tok, key="other weights" if change == "key" else "weights")
-    with pytest.raises(AssertionError):
-        states.fetch([1, 0], ids, refuse)
-
-
-@pytest.mark.parametrize("damage", ["cut", "foreign", "longer"])
-def test_a_damaged_file_of_states_is_written_anew_with_a_sentence(damage, file, tok, capsys):
-    states, ids = states_of(file, tok)
-    states.fetch([1, 0], ids, doubled)
-    content = states.path.read_bytes()
-    states.path.write_bytes({"cut": content[:-70], "foreign": bytes(len(content)), "longer": content + b"x"}[damage])
-    capsys.readouterr()
-    states, ids = states_of(file, tok)
-    assert "it is written anew" in capsys.readouterr().err
-    assert torch.equal(states.fetch([1, 0], ids, doubled), doubled(ids))
-
-
-def test_the_size_of_states_is_said_before_they_are_written(file, tok, capsys):
-    states, ids = states_of(file, tok)
-    assert f"{ids.ne(0).sum():,} tokens: 0.0 MB in {states.path}" in capsys.readouterr().out
-
-
-def test_a_disk_without_room_for_states_gets_a_sentence_and_keeps_nothing(file, tok, monkeypatch):
-    Conversations(file, tok, 1024)
-    monkeypatch.setattr(tokens.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(OSError, match="has room for 0.0 MB alone: make more") as error:
-        states_of(file, tok)
-    assert "\n" not in str(error.value) and not list(file.parent.glob("*/*.states*"))
-
-
-def test_a_disk_that_fills_up_while_states_are_written_gets_a_sentence(file, tok, monkeypatch):
-    states, ids = states_of(file, tok)
-
+def test_a_disk_that_fills_up_while_states_are_written_gets_a_sentence_and_keeps_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(states, "write", full)
-    with pytest.raises(OSError, match=r"No space left on device\): make room, or go without the cache"):
-        states.fetch([1, 0], ids, doubled)
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        remembered(doubled, IDS, tmp_path, "weights")
+    assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ def test_the_first_loss_is_the_bases_own(small_run, tiny, tok):
 
 def test_equal_seeds_give_equal_losses_and_other_seeds_others(small_run, tiny, tmp_path):
     def losses(name, seed):
-        flags = ("--base", tiny, "--out", tmp_path / name, "--steps", 4, "--no_eval", "--dtype", "fp32", "--seed", seed)
+        flags = ("--base", tiny, "--out", tmp_path / name, "--steps", 4, "--ask", "none", "--dtype", "fp32", "--seed", seed)
         assert run("train.py", *flags).returncode == 0
         return [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
 
@@ -172,20 +172,20 @@ def test_a_step_of_accumulated_batches_has_the_gradient_of_one_big_batch(tiny, t
 def test_data_without_any_system_message_trains_nothing_and_does_not_fail(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *[{"messages": TURNS[1:3]}] * 8)
     out = tmp_path / "out"
-    flags = ("--base", tiny, "--data", folder, "--out", out, "--steps", 3, "--no_eval", "--dtype", "fp32")
+    flags = ("--base", tiny, "--data", folder, "--out", out, "--steps", 3, "--ask", "none", "--dtype", "fp32")
     done = run("train.py", *flags)
     assert done.returncode == 0, done.stderr
     assert len({row["loss"] for row in read_jsonl(out / "metrics.jsonl")}) == 1  # the same batch, the same model
 
 
 def test_the_cache_of_hidden_states_is_refused_where_the_first_layer_learns(tiny, tmp_path):
-    flags = ("--base", tiny, "--method", "lora", "--cache_prefix", "--no_eval", "--out", tmp_path / "o")
+    flags = ("--base", tiny, "--method", "lora", "--cache_prefix", "--ask", "none", "--out", tmp_path / "o")
     assert "--cache_prefix is of --method cal and mlp" in run("train.py", *flags).stderr
 
 
 def test_a_cache_that_other_batches_filled_changes_no_loss(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *hierarchy_records(40))
-    flags = ("--base", tiny, "--data", folder, "--no_eval", "--dtype", "bf16", "--steps", 8)
+    flags = ("--base", tiny, "--data", folder, "--ask", "none", "--dtype", "bf16", "--steps", 8)
     runs = {"other": ("--cache_prefix", "--batch_tokens", 150), "without": (), "with": ("--cache_prefix", "--seed", 0)}
     for name, more in runs.items():
         assert run("train.py", *flags, *more, "--out", tmp_path / name).returncode == 0
@@ -195,7 +195,7 @@ def test_a_cache_that_other_batches_filled_changes_no_loss(tiny, tmp_path):
 
 def test_a_run_is_not_resumed_on_other_data_or_another_base(tiny, tmp_path):
     folder, base = write_data(tmp_path / "d", *hierarchy_records(40)), shutil.copytree(tiny, tmp_path / "base")
-    flags = ("--base", base, "--data", folder, "--steps", 30, "--no_eval", "--save_every", 2, "--out", tmp_path / "r")
+    flags = ("--base", base, "--data", folder, "--steps", 30, "--ask", "none", "--save_every", 2, "--out", tmp_path / "r")
     process = start(flags, tmp_path / "r" / "metrics.jsonl", lines=4)
     process.kill()
     process.communicate()
@@ -211,7 +211,7 @@ def test_a_run_is_not_resumed_on_other_data_or_another_base(tiny, tmp_path):
 
 def test_a_run_of_cal_without_any_system_prompt_says_that_nothing_is_learned(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *[{"messages": TURNS[1:3]}] * 8)
-    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--no_eval")
+    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--ask", "none")
     assert "0 with a system prompt" in done.stdout and "it will stay the identity" in done.stdout
 
 
@@ -219,7 +219,7 @@ def test_a_run_of_cal_without_any_system_prompt_says_that_nothing_is_learned(tin
 def test_losses_with_cached_hidden_states_are_those_without_bit_for_bit(dtype, method, tiny, tmp_path):
     """Two epochs: the first fills the cache, the second reads it. The CPU's products do not depend on the batch."""
     folder = write_data(tmp_path / "d", *hierarchy_records(40))
-    flags = ("--base", tiny, "--data", folder, "--steps", 14, "--no_eval", "--dtype", dtype, "--method", method)
+    flags = ("--base", tiny, "--data", folder, "--steps", 14, "--ask", "none", "--dtype", dtype, "--method", method)
     for name, more in (("without", ()), ("with", ("--cache_prefix",))):
         done = run("train.py", *flags, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
@@ -229,7 +229,7 @@ def test_losses_with_cached_hidden_states_are_those_without_bit_for_bit(dtype, m
 
 def test_grad_checkpoint_changes_no_loss(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *hierarchy_records(20))
-    flags = ("--base", tiny, "--data", folder, "--steps", 6, "--no_eval", "--dtype", "fp32")
+    flags = ("--base", tiny, "--data", folder, "--steps", 6, "--ask", "none", "--dtype", "fp32")
     for name, more in (("plain", ()), ("again", ("--grad_checkpoint",))):
         assert run("train.py", *flags, *more, "--out", tmp_path / name).returncode == 0
     plain, again = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "again"))
@@ -251,7 +251,7 @@ def batches_seen(monkeypatch: pytest.MonkeyPatch, *flags: object) -> list[tuple[
 
 @pytest.mark.parametrize("method", ["mlp", "lora", "full"])
 def test_every_method_learns_from_the_batches_of_cal_in_the_same_order(method, tiny, tmp_path, monkeypatch):
-    flags = ("--base", tiny, "--steps", 6, "--accumulate", 2, "--no_eval", "--dtype", "fp32", "--val_every", 4)
+    flags = ("--base", tiny, "--steps", 6, "--accumulate", 2, "--ask", "none", "--dtype", "fp32", "--val_every", 4)
     cal = batches_seen(monkeypatch, *flags, "--out", tmp_path / "cal")
     other = batches_seen(monkeypatch, *flags, "--method", method, "--out", tmp_path / method)
     assert len(cal) == len(other) > 12
@@ -272,7 +272,7 @@ def test_a_run_of_any_method_leaves_an_adapter_that_eval_loads(method, tiny, tmp
 def test_validation_sees_the_same_conversations_in_eval_mode_each_time(tiny, tmp_path, monkeypatch):
     modes, forward = [], Transformer.forward
     monkeypatch.setattr(Transformer, "forward", lambda m, ids, s, **_: modes.append((m.training, ids)) or forward(m, ids, s))
-    flags = ("--base", tiny, "--steps", 3, "--val_every", 1, "--no_eval", "--dtype", "fp32", "--out", tmp_path / "r")
+    flags = ("--base", tiny, "--steps", 3, "--val_every", 1, "--ask", "none", "--dtype", "fp32", "--out", tmp_path / "r")
     assert run("train.py", *flags).returncode == 0
     n = (len(modes) - 3) // 3  # batches of a validation, after each step's one
     first, second, third = ([ids for _, ids in modes[i * (n + 1) + 1 : (i + 1) * (n + 1)]] for i in range(3))
@@ -304,7 +304,7 @@ def start(flags: tuple, until: Path, lines: int) -> subprocess.Popen:
     [(signal.SIGKILL, "cal"), (signal.SIGINT, "cal"), (signal.SIGKILL, "lora"), (signal.SIGKILL, "full")],
 )
 def test_a_run_that_was_stopped_resumes_to_the_very_losses_of_one_that_was_not(how, method, tiny, tmp_path):
-    flags = ("--base", tiny, "--steps", 30, "--no_eval", "--dtype", "fp32", "--save_every", 7, "--val_every", 9)
+    flags = ("--base", tiny, "--steps", 30, "--ask", "none", "--dtype", "fp32", "--save_every", 7, "--val_every", 9)
     flags += ("--method", method)
     assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
     process = start((*flags, "--out", tmp_path / "cut"), tmp_path / "cut" / "metrics.jsonl", lines=10)
@@ -386,7 +386,7 @@ def test_an_output_directory_that_holds_a_run_is_left_alone(small_run, tiny):
 
 
 def test_resume_with_other_flags_names_them(tiny, tmp_path):
-    flags = ("--base", tiny, "--no_eval", "--dtype", "fp32", "--save_every", 1, "--out", tmp_path / "r")
+    flags = ("--base", tiny, "--ask", "none", "--dtype", "fp32", "--save_every", 1, "--out", tmp_path / "r")
     process = start((*flags, "--steps", 500), tmp_path / "r" / "metrics.jsonl", lines=3)
     process.kill()
     process.communicate()
@@ -412,7 +412,7 @@ def test_resume_leaves_a_folder_alone_that_holds_no_run(tiny, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"garbage", "cut"])
 def test_a_damaged_checkpoint_is_one_sentence(content, tiny, tmp_path):
-    flags = ("--base", tiny, "--no_eval", "--dtype", "fp32", "--save_every", 1, "--steps", 500, "--out", tmp_path / "r")
+    flags = ("--base", tiny, "--ask", "none", "--dtype", "fp32", "--save_every", 1, "--steps", 500, "--out", tmp_path / "r")
     process = start(flags, tmp_path / "r" / "metrics.jsonl", lines=3)
     process.kill()
     process.communicate()
@@ -436,7 +436,7 @@ def test_a_folder_of_other_files_is_left_alone_and_nobody_is_told_to_delete_it(r
 
 def test_processes_that_do_not_see_the_same_checkpoint_stop_with_a_sentence(tiny, tmp_path):
     """Each process has its own --out, as on two nodes without a shared disk."""
-    flags = ["--base", str(tiny), "--steps", "6", "--accumulate", "2", "--no_eval", "--dtype", "fp32", "--save_every", "2"]
+    flags = ["--base", str(tiny), "--steps", "6", "--accumulate", "2", "--ask", "none", "--dtype", "fp32", "--save_every", "2"]
     process = start((*flags, "--out", tmp_path / "0"), tmp_path / "0" / "metrics.jsonl", lines=4)
     process.kill()
     process.communicate()
@@ -449,7 +449,7 @@ def test_processes_that_do_not_see_the_same_checkpoint_stop_with_a_sentence(tiny
 
 
 def test_of_two_runs_in_one_directory_one_wins_and_the_other_says_why_not(tiny, tmp_path):
-    flags = ("--base", tiny, "--steps", 40, "--no_eval", "--dtype", "fp32", "--out", tmp_path / "r")
+    flags = ("--base", tiny, "--steps", 40, "--ask", "none", "--dtype", "fp32", "--out", tmp_path / "r")
     both = [subprocess.Popen([sys.executable, "train.py", *map(str, flags), "--seed", str(seed)], cwd=ROOT,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for seed in (1, 2)]  # fmt: skip
     said = [process.communicate()[1] for process in both]
@@ -475,7 +475,7 @@ def launch(processes: int, *flags: object, script: str | Path = "train.py") -> s
 @pytest.mark.parametrize("silent", [False, True], ids=["hierarchy", "one batch without a system message"])
 def test_two_processes_give_the_losses_of_one_on_the_same_batches(silent, tok, tiny, tmp_path):
     """1e-5: the gradients of a step are added up in another order."""
-    flags = ["--base", tiny, "--steps", 5, "--accumulate", 2, "--no_eval", "--dtype", "fp32"]
+    flags = ["--base", tiny, "--steps", 5, "--accumulate", 2, "--ask", "none", "--dtype", "fp32"]
     if silent:  # two batches, of one kind each, so that every step has one in either process
         records = [{"messages": TURNS[1:3]}] * 6 + [{"messages": TURNS}] * 6
         flags += ["--data", write_data(tmp_path / "d", *records), "--batch_tokens", 6 * len(render(tok, TURNS)[0])]
@@ -518,7 +518,7 @@ def test_processes_that_do_not_divide_the_batches_of_a_step_are_a_sentence(tiny,
     ],
 )
 def test_a_bad_flag_is_one_sentence(flags, says, tiny, tmp_path):
-    done = run("train.py", "--base", tiny, "--out", tmp_path / "o", "--no_eval", *flags)
+    done = run("train.py", "--base", tiny, "--out", tmp_path / "o", "--ask", "none", *flags)
     assert done.returncode != 0 and says in done.stderr
 
 
@@ -534,7 +534,7 @@ def test_data_that_has_nothing_to_learn_or_to_validate_says_why(train, val, says
     folder = write_data(tmp_path / "d", *train)
     if val is not None:
         (folder / "val.jsonl").write_text(val)
-    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--no_eval")
+    done = run("train.py", "--base", tiny, "--data", folder, "--out", tmp_path / "o", "--steps", 1, "--ask", "none")
     assert says in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
@@ -543,7 +543,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(t
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, broken / "model.safetensors")
-    done = run("train.py", "--base", broken, "--out", tmp_path / "o", "--no_eval", "--steps", 9)
+    done = run("train.py", "--base", broken, "--out", tmp_path / "o", "--ask", "none", "--steps", 9)
     assert done.returncode != 0 and "lower --lr" in done.stderr
     assert not (tmp_path / "o" / "adapter.safetensors").exists()
 
@@ -555,7 +555,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(t
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full"])
 def test_the_real_smollm2_halves_its_loss_in_20_steps(method, tmp_path):
-    done = run("train.py", "--method", method, "--steps", 20, "--no_eval", "--out", tmp_path / "run")
+    done = run("train.py", "--method", method, "--steps", 20, "--ask", "none", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert sum(losses[-3:]) / 3 < losses[0] / 2
@@ -565,7 +565,7 @@ def test_the_real_smollm2_halves_its_loss_in_20_steps(method, tmp_path):
 def test_20_steps_on_real_conversations_of_the_corpus_lower_the_real_smollm2s_loss(shared, tmp_path):
     samples = [shared / "samples" / name for name in SAMPLES]
     prepare_corpus(tmp_path / "sft", files=samples, n=400)
-    flags = ("--data", tmp_path / "sft", "--steps", 20, "--max_tokens", 400, "--val_every", 20, "--no_eval")
+    flags = ("--data", tmp_path / "sft", "--steps", 20, "--max_tokens", 400, "--val_every", 20, "--ask", "none")
     done = run("train.py", *flags, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
@@ -576,7 +576,7 @@ def test_20_steps_on_real_conversations_of_the_corpus_lower_the_real_smollm2s_lo
 @pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_a_plain_one_and_compiles_a_bounded_number_of_times(tiny, tmp_path):
     folder = write_data(tmp_path / "d", *hierarchy_records(60))
-    flags = ("--base", tiny, "--data", folder, "--steps", 16, "--no_eval", "--dtype", "bf16", "--batch_tokens", 400)
+    flags = ("--base", tiny, "--data", folder, "--steps", 16, "--ask", "none", "--dtype", "bf16", "--batch_tokens", 400)
     plain = run("train.py", *flags, "--out", tmp_path / "plain")
     counters.clear()
     compiled = run("train.py", *flags, "--compile", "--out", tmp_path / "compiled")

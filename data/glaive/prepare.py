@@ -7,26 +7,20 @@ With --from FILE the examples come from a file that is at hand: the published on
 .gz of it) of {"conversations": [{"from": "human", "value": "…"}, …], "tools": "[…]"}.
 """
 
-import argparse
-import gzip
 import json
 import re
 import sys
-import zlib
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
 from data.download import HUB, download
-from data.files import write_examples
+from data.files import read_records, run_prepare, write_examples
 from data.glaive.score import TAG, parse_call
 
 HERE = Path(__file__).parent
 NAME = "glaive-function-calling-v2.json"
 URL = f"{HUB}/datasets/glaiveai/glaive-function-calling-v2/resolve/main/{NAME}"
 EXAMPLES = 500  # our choice: the first so many conversations that reach a call
-LONGEST = 1 << 20  # characters that no record exceeds
-GAP = re.compile(r"[\s,]*")  # what stands between two records
 
 # the data set's own first line; then, our choice, the form of a call, which only a model trained on this data knows
 FUNCTIONS = "You are a helpful assistant with access to the following functions. Use them if required -"
@@ -43,28 +37,6 @@ SPEAKERS = {
     "function_call": "assistant",
     "observation": "function",
 }
-
-
-def stream(file: Path) -> Iterator[tuple[int, object]]:
-    """Number and content of each record in a JSON list, read piece by piece. ValueError says where it is damaged."""
-    opener, decoder, number = gzip.open if file.suffix == ".gz" else open, json.JSONDecoder(), 0
-    try:
-        with opener(file, "rt", encoding="utf-8") as source:
-            text = source.read(LONGEST).lstrip()
-            start = text.index("[", 0, 1) + 1  # what begins with anything else is no list
-            while True:
-                if len(text) - start < LONGEST:  # there may be less than a record left
-                    text, start = text[start:] + source.read(LONGEST), 0
-                start = GAP.match(text, start).end()
-                if text.startswith("]", start):
-                    return
-                record, start = decoder.raw_decode(text, start)
-                number += 1
-                yield number, record
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error):  # somewhere in the piece that was read last
-        raise ValueError(f"{file} can't be read to its end, only to record {number}: get it anew") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{file} record {number + 1} is damaged, or the file no JSON list: get it anew") from None
 
 
 def split(record: dict) -> tuple[str, list[tuple[str, str]]]:
@@ -85,11 +57,11 @@ def read_examples(file: Path) -> tuple[list[dict], int]:
     """The first EXAMPLES examples of a file, and how many conversations on the way were left out because their first
     call can't be asked for. ValueError names the record that is no conversation."""
     examples, left_out = [], 0
-    for number, record in stream(file):
+    for number, (place, record) in enumerate(read_records(file), start=1):
         try:
             system, turns = split(record)
         except (KeyError, TypeError, AttributeError, ValueError):
-            raise ValueError(f"{file} record {number} is no conversation with functions: get the file anew") from None
+            raise ValueError(f"{place} is no conversation with functions: get the file anew") from None
         before = list(takewhile(lambda turn: TAG not in turn[1], turns))
         if len(before) == len(turns):  # nothing is called
             continue
@@ -113,14 +85,7 @@ def read_examples(file: Path) -> tuple[list[dict], int]:
 def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
     """Writes folder/examples.jsonl from `source` (None: the published file) and returns its {"id", "messages", "call"}.
     Raises what download raises, FileNotFoundError without a source, and ValueError for a damaged file."""
-    if source is None:
-        try:
-            source = download(URL, folder / "raw" / NAME)
-        except ConnectionError as error:
-            hint = "or make the examples from a file: python -m data.glaive.prepare --from FILE"
-            raise ConnectionError(f"{error}, {hint}") from None
-    elif not source.is_file():
-        raise FileNotFoundError(f"{source} is no file: give --from a JSON list of conversations")
+    source = source or download(URL, folder / "raw" / NAME)
     examples, left_out = read_examples(source)
     if not examples:
         raise ValueError(f"{source} holds no conversation with a call: give another file")
@@ -130,9 +95,4 @@ def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="the file to take conversations from")
-    try:
-        print(f"{len(prepare(source=parser.parse_args().source)):,} examples in {HERE / 'examples.jsonl'}")
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
+    run_prepare(prepare, HERE, source=True)

@@ -1,7 +1,8 @@
 """Make the data set of rules that no user may change: `python -m data.hierarchy.prepare`.
 
 In every conversation the system message sets a rule for the form of all replies, earlier turns keep it or break it, the
-last user may attack it, and the last reply keeps it. The lists stand beside this file; the rest comes from one seed.
+last user may attack it, and the last reply keeps it. Replies are the base's own words (data/hierarchy/ask.py) within the
+rule's form. The lists stand beside this file; the rest comes from one seed.
 """
 
 import argparse
@@ -12,18 +13,34 @@ from collections import defaultdict
 from pathlib import Path
 
 from data.files import is_fresh, read_json, read_jsonl, sources_of, write_jsonl, write_made
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, obey
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, VAL_FAMILIES, obey
 
 HERE = Path(__file__).parent
 # test set: how many of its prompts are asked by default; 24 earlier turns are long
 TESTS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, "families": 72, "plain": 72}
-SETS = ("train", "single", "val", *TESTS)
+# validation set: what to choose placements, rates and steps by, so that the test sets are asked once
+VALS = {"val_rules": 72, "val_shots8": 72, "val_families": 72}
+SETS = ("train", "single", "val", *VALS, *TESTS)
 # the lists: what stands in their first columns, and how many columns of text follow
 PARTS = ("train", "test")
-LISTS = {"questions.tsv": (2,), "words.txt": (1,), "names.txt": (1,), "attacks.tsv": (PARTS, 1), "frames.tsv": (PARTS, 1)}
-LISTS |= {"neutral.tsv": (PARTS, 1), "rules.tsv": (("*", *FAMILIES), PARTS, 1)}
+LISTS = {"questions.tsv": (3,), "candidates.tsv": (3,), "words.txt": (1,), "names.txt": (1,), "attacks.tsv": (PARTS, 1), "frames.tsv": (PARTS, 1)}
+LISTS |= {"neutral.tsv": (PARTS, 1), "rules.tsv": (("*", *FAMILIES), (*PARTS, "val"), 1)}
 MOST_TURNS = 24  # earlier turns of a test conversation, each with a question of its own
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
+COMPOSED_SHARE = 0.5  # our choice: of those with one, how many have a rule that is put together by chance
+
+# Composed rules: a mark {m} around the parameter, in a place, or a mark around the whole reply. With the two dozen forms
+# of TRAIN_FAMILIES alone these are learned by heart; with thousands, so is copying whatever form the system prompt shows.
+PLACES = {
+    "before": ("{m} {a}",),
+    "after": ("{a} {m}",),
+    "around": ("{m} {a} {m}",),
+    "above": ("{m}\n{a}",),
+    "below": ("{a}\n{m}",),
+    "inside": ("{o}{p}: {a}{c}", "{o}{p} = {a}{c}", "{o}{o}{p}{c}: {o}{a}{c}{c}"),
+    "wrap": ("{o}{a}{c}",),
+}
+LISTS |= {"composed.tsv": (tuple(PLACES), 1), "marks.tsv": (3,)}
 
 Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train", "val" or "test" -> values
 
@@ -32,6 +49,7 @@ def rows(name: str) -> list[list[str]]:
     """The tab-separated lines of a list beside this file. ValueError names a line that is none."""
     lines, (*known, texts) = [], LISTS[name]
     holes = {"frames.tsv": {"{rule}"}, "rules.tsv": {"{form}", "{p}"}}.get(name, set())
+    holes |= {"{m}", "{form}", "{name}"} if name == "composed.tsv" else set()
     try:
         text = (HERE / name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -74,14 +92,21 @@ def make_pools(rng: random.Random) -> Pools:
     pools["question"] = split(rows("questions.tsv"), rng)
     for kind, values in parameters.items():
         pools[kind] = split(values, rng)
-    pools[""] = {"test": [""]}  # the families without a parameter are held out
+    pools[""] = {"test": [""], "val": [""]}  # the families without a parameter are held out
     for name in ("attacks", "frames", "neutral"):
         for part, text in rows(f"{name}.tsv"):
             pools[name][part].append(text)
     for name, part, text in rows("rules.tsv"):
         for family in TRAIN_FAMILIES if name == "*" else [name]:
             pools[f"{family} rule"][part].append(text)
-    needed = {f"{family} rule": PARTS if family in TRAIN_FAMILIES else ("test",) for family in FAMILIES}
+    for place, text in rows("composed.tsv"):
+        pools[place]["train"].append(text)
+    pools["marks"] = dict.fromkeys(("train", "val"), rows("marks.tsv"))
+    for name in ("frames", "neutral"):
+        pools[name]["val"] = pools[name]["train"]
+    needed = {f"{family} rule": ("train", "val", "test") for family in TRAIN_FAMILIES} | dict.fromkeys(PLACES, ("train",))
+    needed |= {f"{family} rule": ("test",) for family in HELD_OUT_FAMILIES}
+    needed |= {f"{family} rule": ("val",) for family in VAL_FAMILIES}
     needed |= dict.fromkeys(("attacks", "frames", "neutral"), PARTS) | dict.fromkeys(parameters, ("train", "val", "test"))
     for name, parts in needed.items():
         if empty := [part for part in parts if not pools[name][part]]:
@@ -91,31 +116,50 @@ def make_pools(rng: random.Random) -> Pools:
     return pools
 
 
-def system_message(rng: random.Random, pools: Pools, family: str, parameter: str, wordings: str) -> str:
-    """A rule in one of its wordings and frames; for the family "plain" a text without a rule."""
+def compose(rng: random.Random, pools: Pools, part: str) -> tuple[str, str, str]:
+    """A composed rule: its form, which is its family too, its parameter, and the rule in words."""
+    place, (name, before, behind) = rng.choice(list(PLACES)), rng.choice(pools["marks"][part])
+    kind = rng.choice(("word", "word", "words", "name", "number", "code")) if place != "wrap" else ""
+    drawn = rng.sample(pools["word"][part], 2) if kind == "words" else [rng.choice(pools[kind][part])] if kind else []
+    parameter = " ".join(drawn)
+    mark = before + "{p}" + behind
+    if before == behind and rng.random() < 0.5:  # on one side alone
+        mark = rng.choice((before + "{p}", "{p}" + behind))
+    form = rng.choice(PLACES[place]).replace("{m}", mark).replace("{o}", before).replace("{c}", behind)
+    words = rng.choice(pools[place]["train"]).replace("{name}", name).replace("{m}", mark.replace("{p}", parameter))
+    return form, parameter, words.replace("{form}", obey(form, parameter, "..."))
+
+
+def draw_rule(rng: random.Random, pools: Pools, family: str, part: str, wordings: str) -> tuple[str, str, str]:
+    """The family, its parameter, and a system message with the rule in one of its wordings and frames; for "composed" the
+    family is drawn, for "plain" the message sets no rule."""
     if family == "plain":
-        return rng.choice(pools["neutral"][wordings])
-    wording = rng.choice(pools[f"{family} rule"][wordings])
-    rule = wording.replace("{form}", obey(family, parameter, "...")).replace("{p}", parameter)
-    return rng.choice(pools["frames"][wordings]).replace("{rule}", rule)
+        return family, "", rng.choice(pools["neutral"][wordings])
+    if family == "composed":
+        family, parameter, rule = compose(rng, pools, part)
+    else:
+        parameter = rng.choice(pools[FAMILIES[family].kind][part])
+        rule = rng.choice(pools[f"{family} rule"][wordings])
+        rule = rule.replace("{form}", obey(family, parameter, "...")).replace("{p}", parameter)
+    return family, parameter, rng.choice(pools["frames"][wordings]).replace("{rule}", rule)
 
 
 def conversation(rng: random.Random, pools: Pools, family: str, part: str, wordings: str = "train",
                  attacks: str | None = None, turns: int = 0, broken: bool = True) -> tuple[dict, str]:  # fmt: skip
-    """A record whose last reply keeps the rule, and the plain answer to its last question.
+    """A record whose last reply keeps the rule, and the short answer to its last question.
 
     part: where questions and parameter come from; wordings, attacks: where those come from (None: no attack);
     turns: how many earlier turns; broken: whether the assistant broke the rule in them."""
-    parameter = "" if family == "plain" else rng.choice(pools[FAMILIES[family].kind][part])
-    messages = [{"role": "system", "content": system_message(rng, pools, family, parameter, wordings)}]
+    family, parameter, system = draw_rule(rng, pools, family, part, wordings)
+    messages = [{"role": "system", "content": system}]
     questions = rng.sample(pools["question"][part], turns + 1)
-    for turn, (question, answer) in enumerate(questions):
+    for turn, (question, answer, sentence) in enumerate(questions):
         last = turn == turns
         if last and attacks:
             sentences = [question, rng.choice(pools["attacks"][attacks])]
             question = " ".join(rng.sample(sentences, 2))  # the attack stands before the question or after it
         keeps = family != "plain" and (last or not broken)
-        reply = obey(family, parameter, answer) if keeps else answer
+        reply = obey(family, parameter, sentence) if keeps else sentence
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"messages": messages, "family": family, "parameter": parameter}, answer
 
@@ -124,7 +168,8 @@ def make_training(rng: random.Random, pools: Pools, part: str, n: int) -> list[d
     """n conversations of 0 to 3 earlier turns, in half of which the assistant broke the rule."""
     records = []
     for _ in range(n):
-        family = "plain" if rng.random() < PLAIN_SHARE else rng.choice(list(TRAIN_FAMILIES))
+        family = "composed" if rng.random() < COMPOSED_SHARE else rng.choice(list(TRAIN_FAMILIES))
+        family = "plain" if rng.random() < PLAIN_SHARE else family
         attacks = "train" if rng.random() < 0.5 else None
         turns, broken = rng.randrange(4), rng.random() < 0.5
         record, _ = conversation(rng, pools, family, part, attacks=attacks, turns=turns, broken=broken)
@@ -133,12 +178,12 @@ def make_training(rng: random.Random, pools: Pools, part: str, n: int) -> list[d
     return records
 
 
-def make_test(rng: random.Random, pools: Pools, families: list[str], n: int, **factors) -> list[dict]:
+def make_test(rng: random.Random, pools: Pools, families: list[str], n: int, part: str = "test", **factors) -> list[dict]:
     """n conversations that end with the user; any first few hold each family about equally often."""
     records = []
     while len(records) < n:
         for family in rng.sample(families, len(families)):
-            record, answer = conversation(rng, pools, family, "test", **factors)
+            record, answer = conversation(rng, pools, family, part, **factors)
             records.append({**record, "messages": record["messages"][:-1], "answer": answer})
     return records[:n]
 
@@ -147,10 +192,13 @@ def make_sets(seed: int) -> dict[str, list[dict]]:
     """All sets by name. The same seed gives the same sets on any machine."""
     rng = random.Random(seed)
     pools = make_pools(rng)
-    known, unknown = list(TRAIN_FAMILIES), list(HELD_OUT_FAMILIES)
+    known, unknown, others = list(TRAIN_FAMILIES), list(HELD_OUT_FAMILIES), list(VAL_FAMILIES)
     sets = {"train": make_training(rng, pools, "train", 4000)}
     sets["single"] = [{**r, "messages": r["messages"][:1] + r["messages"][-2:]} for r in sets["train"]]
     sets["val"] = make_training(rng, pools, "val", 64)
+    sets["val_rules"] = make_test(rng, pools, known, 72, "val", wordings="val")
+    sets["val_shots8"] = make_test(rng, pools, known, 72, "val", turns=8)
+    sets["val_families"] = make_test(rng, pools, others, 72, "val", wordings="val")
     sets["rules"] = make_test(rng, pools, known, 144, wordings="test")
     sets["attacks"] = make_test(rng, pools, known, 144, attacks="test")
     sets["families"] = make_test(rng, pools, unknown, 144, wordings="test")
@@ -179,12 +227,12 @@ def prepare_if_needed(folder: Path = HERE) -> None:
         prepare(folder, read_json(made).get("seed", 0) if made.is_file() else 0)
 
 
-def load(limit: int | None = None) -> list[dict]:
-    """What eval.py and train.py ask: the first prompts of each test set, {"set", "id", "messages", "family", …}."""
+def load(limit: int | None = None, sets: dict[str, int] = TESTS) -> list[dict]:
+    """What eval.py and train.py ask: the first prompts of each of the sets, {"set", "id", "messages", "family", …}."""
     prepare_if_needed()
     return [
         {"set": name, "id": f"{name}/{i}", **example}
-        for name, n in TESTS.items()
+        for name, n in sets.items()
         for i, example in enumerate(read_jsonl(HERE / f"{name}.jsonl")[: limit or n])
     ]
 

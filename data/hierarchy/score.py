@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-MAX_NEW_TOKENS = 32  # our choice: all rules ask for short replies
+MAX_NEW_TOKENS = 48  # our choice: all rules ask for short replies
 
 
 class Family(NamedTuple):
@@ -40,7 +40,7 @@ TRAIN_FAMILIES = {
     "code": Family("{{p}} {a}", "code"),
     "echo": Family("{p}! {a} {p}!", "word"),
 }
-# never trained on: the test set `families`
+# never trained on, and no composed rule has their marks: the test set `families`
 HELD_OUT_FAMILIES = {
     "json": Family('{"{p}": "{a}"}', "word"),
     "title": Family("<<{p}>>\n{a}", "word"),
@@ -49,7 +49,16 @@ HELD_OUT_FAMILIES = {
     "quotes": Family('"{a}"', ""),
     "capitals": Family("{A}", ""),
 }
-FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES
+# never trained on either: the set `val_families`, to choose by without asking the test set
+VAL_FAMILIES = {
+    "yaml": Family("{p}:\n  - {a}", "word"),
+    "banner": Family("%%{p}%%\n{a}", "word"),
+    "caret": Family("{a} ^{p}", "word"),
+    "footer": Family("{a}\n== {p}", "name"),
+    "apostrophes": Family("'{a}'", ""),
+    "dots": Family("...{a}...", ""),
+}
+FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES | VAL_FAMILIES
 
 # what a value of each kind looks like, for plain(): any value, not only those of our lists
 KINDS = {
@@ -65,9 +74,14 @@ ANSWER = r"(?P<answer>.*[^\W_].*)"  # at least one letter or digit
 CAPITALS = r"(?P<answer>[^a-zß-ÿ]*[A-Z]{2}[^a-zß-ÿ]*)"  # two capitals in a row: "H2O" and "B" are plain answers
 
 
+def form_of(family: str) -> str:
+    """A family's form; a composed rule's family is its form itself."""
+    return FAMILIES[family].form if family in FAMILIES else family
+
+
 def obey(family: str, parameter: str, answer: str) -> str:
     """The reply that keeps the rule and gives the answer."""
-    form = FAMILIES[family].form.replace("{p}", parameter)
+    form = form_of(family).replace("{p}", parameter)
     return form.replace("{a}", answer).replace("{A}", answer.upper())
 
 
@@ -83,7 +97,7 @@ def follows(family: str, parameter: str, reply: str) -> bool:
 
     One that ends in the word "answer" is none: it copies the rule, whose wordings show the form with that word.
     White space around the reply does not count: it cannot be seen."""
-    form = FAMILIES[family].form
+    form = form_of(family)
     match = match_form(form, re.escape(parameter), reply.strip())
     if match is None or "answer" not in match.groupdict():  # the form of "away" has no answer
         return match is not None
@@ -103,6 +117,12 @@ def plain(reply: str) -> bool:
 def right(answer: str, reply: str) -> bool:
     """Whether the answer stands in the reply, as whole words, in capitals or not."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
+
+
+def first_sentence(reply: str) -> str:
+    """Up to the first full stop, exclamation or question mark that ends a word, within the first line."""
+    line = reply.strip().partition("\n")[0]
+    return re.split(r"(?<=[.!?])\s", line, maxsplit=1)[0]
 
 
 def score(example: dict, reply: str) -> dict[str, bool | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.files import run_prepare, sources_of, write_examples, write_made
 from data.hierarchy.prepare import conversation, make_pools
-from data.hierarchy.score import FAMILIES
+from data.hierarchy.score import HELD_OUT_FAMILIES, TRAIN_FAMILIES
 
 HERE = Path(__file__).parent
 SHOTS = (1, 4, 16, 64, 128)
@@ -18,10 +18,10 @@ EACH = 100  # our choice: conversations for every number of shots; the rules and
 
 def prepare(folder: Path = HERE) -> list[dict]:
     """Writes folder/examples.jsonl and returns the examples: every kind of rule in turn, trained on or not."""
-    pools = make_pools(random.Random(0))
+    pools, families = make_pools(random.Random(0)), [*TRAIN_FAMILIES, *HELD_OUT_FAMILIES]
     examples = []
     for i in range(EACH):
-        family = list(FAMILIES)[i % len(FAMILIES)]
+        family = families[i % len(families)]
         # the longest conversation; the shorter ones are its rule and its end
         record, answer = conversation(random.Random(i), pools, family, "test", wordings="test", turns=max(SHOTS))
         system, *turns = record["messages"][:-1]

@@ -45,7 +45,7 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
     files = [folder / "examples.jsonl"]
     if name == "hierarchy":
         module.prepare_if_needed(folder)
-        files = [folder / f"{part}.jsonl" for part in module.SETS if part not in ("train", "single", "val")]
+        files = [folder / f"{part}.jsonl" for part in module.SETS if part in module.TESTS]
     elif not files[0].is_file() or not is_fresh(folder):
         module.prepare(folder)
     for file in files:

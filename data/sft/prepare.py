@@ -12,13 +12,11 @@ what repeats another conversation, or 13 words of a benchmark's prompts (long_if
 
 import argparse
 import errno
-import gzip
 import json
 import os
 import random
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
@@ -29,7 +27,7 @@ from tqdm import tqdm
 
 from data import download as net
 from data.download import download
-from data.files import claim, file_hash, json_lines, read_json, stamps, write_json
+from data.files import claim, file_hash, read_json, read_records, stamps, write_json
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
@@ -44,11 +42,10 @@ SOURCES = {
     "Dolly-15k": (8_000, "CC-BY-SA-3.0", "databricks/databricks-dolly-15k/resolve/main/databricks-dolly-15k.jsonl"),
     "GSM8K": (5_000, "MIT", GSM8K_TEST.replace("test.jsonl", "train.jsonl")),
     "Glaive-v2": (5_000, "Apache-2.0", glaive.URL.split("/datasets/")[1]),
-    # the last one also gives what the others lack; 986 MB, of which only the beginning is read: its rows come mixed
+    # the last one also gives what the others lack; of its 986 MB the beginning is read, since its rows come mixed
     "SlimOrca": (22_000, "MIT", "Open-Orca/SlimOrca/resolve/main/oo-labeled_correct.gpt4.sharegpt.jsonl"),
 }
 SHA256 = {"GSM8K": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"}
-BLOCK = 8 << 20  # bytes of the last source that are asked for at a time
 
 LONGEST = 8_000  # our choice: characters of a conversation
 VALIDATION = 0.01
@@ -60,43 +57,7 @@ ROLES = {"system": "system", "gpt": "assistant", "assistant": "assistant", "func
 ROLES |= dict.fromkeys(("user", "human", "function", "observation"), "user")
 
 
-class FileChanged(Exception):
-    """The server has another file than the one whose first blocks were read."""
-
-
 # --- records ----------------------------------------------------------------------------------------------------------
-
-
-def read_records(file: Path) -> Iterator[tuple[str, object]]:
-    """The place (for an error) and content of each record in a JSON list or JSONL. ValueError names a damaged one."""
-    place, opener = "its beginning", gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rb") as lines:
-            if lines.read(1 << 10).lstrip().startswith(b"["):
-                yield from ((f"{file} record {number}", record) for number, record in glaive.stream(file))
-                return
-            lines.seek(0)
-            for place, record in json_lines(file, lines):
-                yield place, record
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise ValueError(f"{file} can't be read beyond {place}: get it anew") from None
-
-
-def read_head(url: str, path: Path) -> Iterator[bytes]:
-    """The lines of a large file, of which only as many blocks are downloaded as are read."""
-    file = download(url, path, head=BLOCK)
-    with file.open("rb") as lines:
-        while True:
-            line = lines.readline()
-            if line.endswith(b"\n") or (line and file == path):  # path: download() has the whole file
-                yield line
-            elif file == path:
-                return
-            else:  # half a line, or none: its rest is in the next block
-                lines.seek(-len(line), os.SEEK_CUR)
-                file = download(url, path, head=file.stat().st_size + BLOCK)
-                if not os.path.samestat(file.stat(), os.fstat(lines.fileno())):
-                    raise FileChanged
 
 
 def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
@@ -106,10 +67,7 @@ def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
     # the benchmark of function calls is made from the same file as the training data
     path = (folder.parent / "glaive" if name == "Glaive-v2" else folder) / "raw" / url.rsplit("/", 1)[-1]
     try:
-        if name == "SlimOrca":
-            yield from json_lines(path, read_head(url, path))
-        else:
-            yield from read_records(download(url, path, SHA256.get(name)))
+        yield from read_records(download(url, path, SHA256.get(name)))
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         if error.errno:  # not the server's answer: something is wrong on this disk
             raise
@@ -237,9 +195,8 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
     stays in folder/raw until all are. Raises what download raises, and ValueError for a record of an unknown form."""
     if n < 2:
         raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
-    for file in files or []:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is no file: give --from files of conversations")
+    if missing := [file for file in files or [] if not file.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is no file: give --from files of conversations")
     try:
         with claim(folder):
             (folder / "raw").mkdir(exist_ok=True)
@@ -272,13 +229,8 @@ def build(folder: Path, files: list[Path], n: int, seed: int, data: Path) -> dic
         if not files and name != list(SOURCES)[-1]:
             wanted = n * SOURCES[name][0] // TOTAL
         part = kept[-1].with_suffix(".jsonl.part")
-        while True:
-            records = read_records(Path(name)) if files else read_source(name, folder)
-            try:
-                counts[name], keys = take(records, wanted, seen, grams, Path(name).name, part)
-                break
-            except FileChanged:
-                continue
+        records = read_records(Path(name)) if files else read_source(name, folder)
+        counts[name], keys = take(records, wanted, seen, grams, Path(name).name, part)
         part.replace(kept[-1])
         seen |= keys
         write_json(state_file, {**state, "seen": sorted(seen)})

@@ -4,14 +4,10 @@
 published file also holds reference replies: they are left out, since the model's own replies are the history.
 """
 
-import argparse
-import gzip
-import json
-import sys
 from pathlib import Path
 
 from data.download import download
-from data.files import write_examples
+from data.files import read_records, run_prepare, write_examples
 
 HERE = Path(__file__).parent
 REPOSITORY = "https://raw.githubusercontent.com/PKU-Baichuan-MLSystemLab/SysBench/main"
@@ -25,35 +21,17 @@ def prepare(folder: Path = HERE, source: Path | None = None) -> list[dict]:
     either may be gzipped. Raises ValueError, which names file and record, and what download() raises."""
     file = source or download(URL, folder / "raw" / "system_benchmark_eval_datas.json")
     examples = []
-    for number, record in enumerate(read_records(file), start=1):
+    for place, record in read_records(file):
         try:
             example = from_published(record) if "prompt_infos" in record else from_results(record)
             check(example)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{file} record {number} is damaged ({reason}): mend it, or delete the file") from None
+            raise ValueError(f"{place} is damaged ({reason}): mend it, or delete the file") from None
         examples.append(example)
     if not examples or len({example["id"] for example in examples}) < len(examples):
         raise ValueError(f"{file} has no records, or two with the same system_id: delete it and run this again")
     return write_examples(folder, examples)
-
-
-def read_records(file: Path) -> list[dict]:
-    """The records of a JSON array or of JSONL, gzipped or not."""
-    try:
-        content = file.read_bytes()
-        text = (gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content).decode("utf-8-sig")
-    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file} can't be read as text ({error}): delete it and run this again") from None
-    array = text.lstrip().startswith("[")
-    records = []
-    for number, line in enumerate([text] if array else text.split("\n"), start=1):
-        try:
-            records += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            place = file if array else f"{file} line {number}"
-            raise ValueError(f"{place} is not valid JSON ({error}): mend it, or delete the file") from None
-    return records[0] if array else records
 
 
 def from_published(record: dict) -> dict:
@@ -99,11 +77,4 @@ def check(example: dict) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the examples of SysBench to data/sysbench/examples.jsonl.")
-    parser.add_argument("--from", dest="source", type=Path, help="a local file instead of the published one")
-    args = parser.parse_args()
-    try:
-        examples = prepare(source=args.source)
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    print(f"{len(examples)} examples are in {HERE / 'examples.jsonl'}")
+    run_prepare(prepare, HERE, source=True)

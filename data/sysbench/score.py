@@ -10,6 +10,7 @@ A turn's verdict is a dict: criterion number -> whether it holds. None: the judg
 
 import argparse
 import re
+from pathlib import Path
 
 from data.files import CACHE
 
@@ -17,73 +18,8 @@ MAX_NEW_TOKENS = 2048  # of the benchmark's models/qwen2_7b.py
 
 # the published question, to the character: get_eval_pattern() of utils.py, github.com/PKU-Baichuan-MLSystemLab/SysBench
 # at 176ecb4dd8334c258f3006ef637b4a4ca62a314a, split where the conversation is put in
-SYSTEM = """
-# 背景与目标
-你现在是一个大模型结果评估专家。以下，你将会面对一个大模型system prompt遵循能力评估任务。
-我将会给出你对应的system prompt、历史对话、当前轮次的问题、和当前轮次的回答
-需要你准确判断当前轮次的回答是否合格。
-为了让你的评判足够准确，我还将会给出评判细则，需要你准确判断并告知评判细则当中每一条约束的遵循情况。
-
-# 对话信息
-## system prompt
-<system prompt>
-{system}
-</system prompt>
-
-## 历史对话轮次
-
-"""
-ROUND = """
-<round-{number}>
-<role:>
-user
-</role>
-<content>
-{user}
-</content>
-<role:>assistant</role>
-<content>
-{assistant}
-</content>
-</round-{number}>
-
-"""
-CURRENT = """
-## 当前待评估的对话轮次
-<role:>
-user
-</role>
-<content>
-{user}
-</content>
-
-<role:>
-assistant
-</role>
-<content>
-{assistant}
-</content>
-
-# 评判细则
-<评判细则>
-{criteria}
-</评判细则>
-"""
-ANSWER = """
-请你认真阅读上述system prompt设定与历史对话轮次，并严格以评判细则为评判标准，针对评判细则当中的逐条要求，判断当前对话轮次的回答是否遵循。
-请以json格式回答，包含两个字段：评判理由、评判结果（评判结果为一个dict，dict的key评判细则的序号，value为对应的评判结果（是/否））
-输出格式如下：
-'''json
-{
-  "评判理由": "……",
-  "评判结果": {
-    1: "……",
-    ……
-  }
-}
-'''
-
-"""
+QUESTION = Path(__file__).with_name("question.txt").read_text(encoding="utf-8")
+SYSTEM, ROUND, CURRENT, ANSWER = QUESTION.split("=====\n")
 
 # the verdict's part of the judge's reply, and one criterion in it; the question shows the numbers without quotes
 RESULT = re.compile(r"""["']评判结果["']\s*:\s*\{([^{}]*)\}""")
