@@ -7,7 +7,9 @@ Beside it stand the baselines of the paper's comparison, LoRA and ParallelMLP, w
 Shapes in the comments are named as in model.py, and S is the system tokens.
 """
 
+import hashlib
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -290,6 +292,13 @@ def base_config(model: Transformer) -> dict:
     return {name: value for name, value in asdict(model.config).items() if name != "stop_ids"}
 
 
+def fingerprint(model: Transformer) -> str | None:
+    """A hash of a few of the base's weights, the same in fp32 and bf16; None for method full, which changes them."""
+    last = model.layers[-1].mlp.down_proj
+    rows = getattr(last, "linear", last).weight[:16].detach().bfloat16().cpu()  # within a LoRALinear, the frozen one
+    return None if model.adapter["method"] == "full" else hashlib.sha256(rows.view(torch.uint8).numpy()).hexdigest()[:16]
+
+
 def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     """Writes adapter.safetensors (what was trained, as it is: fp32) and adapter.json (how it was attached, its size,
     the base's config, and info) into the directory path."""
@@ -298,12 +307,13 @@ def save_adapter(model: Transformer, path: str | Path, **info: object) -> None:
     state = {name: p.detach() for name, p in trainable(model).items()}
     about = {**model.adapter, "sizes": sizes(model), "parameters": sum(p.numel() for p in state.values())}
     write_whole(path / "adapter.safetensors", save(state))
-    write_json(path / "adapter.json", about | {"base_config": base_config(model)} | info)
+    about |= {"base_config": base_config(model), "fingerprint": fingerprint(model)}
+    write_json(path / "adapter.json", about | info)
 
 
 def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Transformer:
     """Attaches the adapter saved in the directory path. FileNotFoundError if one of its two files is missing,
-    ValueError if it is damaged or was trained on a base of another shape."""
+    ValueError if it is damaged or was trained on a base of another shape; of other weights it is said."""
     about, file = adapter_info(path), Path(path) / "adapter.safetensors"
     ours, theirs = base_config(model), about["base_config"]
     if different := [name for name in ours if ours[name] != theirs.get(name)]:
@@ -313,6 +323,8 @@ def load_adapter(model: Transformer, path: str | Path, scale: float = 1.0) -> Tr
         load_trainable(model, load_file(file))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}): copy it again or train anew") from None
+    if about.get("fingerprint") not in (None, fingerprint(model)):
+        print(f"the adapter in {path} was trained on other weights than this base's: expect less of it", file=sys.stderr)
     return model
 
 

@@ -509,19 +509,14 @@ class Packed:
     """Linear layers that read the same input as one product, of their weights once more, in the order in which oneDNN
     reads them. To the bit what they give one after the other: q_proj computes q, k and v, the next two find theirs."""
 
-    @torch.no_grad()
-    def __init__(self, group: list[tuple[nn.Module, str, nn.Module]]):
-        """group: of each layer the module and the method in whose place the product is put, and itself."""
-        layers = [layer for _, _, layer in group]
+    def __init__(self, layers: list[nn.Module]):
         weights = [layer.weight.requires_grad_(False) for layer in layers]  # frozen: this product has no gradient
         self.layers = [(layer, weight, weight._version) for layer, weight in zip(layers, weights)]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
-        biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+        biases = [layer.bias.requires_grad_(False) for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(biases) if biases else None
         self.sizes, self.multiply = [len(weight) for weight in weights], torch.ops.mkldnn._linear_pointwise.default
         self.last = (None, ())  # the input of the last product, and its parts, one a layer
-        for i, (module, method, _) in enumerate(group):
-            setattr(module, method, partial(self.product, i))
 
     def product(self, i: int, x: Tensor) -> Tensor:
         """What layer i makes of x (…, D): by a plain product where a gradient is asked for, or a weight has changed."""
@@ -530,8 +525,7 @@ class Packed:
             # _version counts changes in place
             changed = any(m.weight is not w or w._version != version or w.requires_grad for m, w, version in self.layers)
             if changed or x.requires_grad or x.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-                layer = self.layers[i][0]
-                return F.linear(x, layer.weight.to(x.dtype), getattr(layer, "bias", None))
+                return F.linear(x, (layer := self.layers[i][0]).weight.to(x.dtype), getattr(layer, "bias", None))
             parts = self.multiply(x, self.weight, self.bias, "none", [], "").split(self.sizes, dim=-1)
         self.last = (x, parts) if i + 1 < len(parts) else (None, ())  # nothing is kept once all have their parts
         return parts[i]
@@ -540,15 +534,17 @@ class Packed:
 def pack(model: Transformer) -> Transformer:
     """Packs and freezes what is in bf16 on a CPU that multiplies it. The weights stand in memory twice then. A weight that
     changes later is used as it is, but for changes through .data, which torch does not count: take torch.no_grad()."""
-    groups = {"head": [(model, "logits", model.head)]}
+    groups = {"head": [model.head]}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer is not model.head:
             # q, k and v of a layer read the same input, so do gate and up; and a LoRA's A beside them, but not its B
-            same_input = re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name)
-            groups.setdefault(same_input, []).append((layer, "forward", layer))
+            groups.setdefault(re.sub(r"(self_attn|mlp)\.([qkv]|gate|up)_proj(?!\.B)", r"\1", name), []).append(layer)
     for group in groups.values() if CPU_BF16 and hasattr(torch.ops.mkldnn, "_linear_pointwise") else ():
-        if all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for _, _, layer in group):
-            Packed(group)
+        if all(layer.weight.is_cpu and layer.weight.dtype == torch.bfloat16 for layer in group):
+            packed = Packed(group)
+            for i, layer in enumerate(group):
+                owner, method = (model, "logits") if layer is model.head else (layer, "forward")
+                setattr(owner, method, partial(packed.product, i))
     return model
 
 

@@ -78,11 +78,13 @@ def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, To
         raise ValueError(f"--scale is {args.scale}: give a number")
     if args.scale != 1 and not args.adapter:
         raise ValueError("--scale multiplies what an adapter adds: give --adapter")
-    about = adapter_info(args.adapter) if args.adapter else {}
+    about = adapter_info(args.adapter) if args.adapter else {"base": BASE}
+    if not (base := args.base or about.get("base")):
+        raise ValueError(f"{args.adapter}/adapter.json does not name its base: give --base")
     device = pick_device(args.device)
     # a backbone that was trained itself is in fp32, and bf16 would round what it learned
     dtype = pick_dtype(args.dtype or ("fp32" if about.get("method") == "full" else None), device)
-    model, tok, path = load_base(args.base or about.get("base") or BASE, device, dtype)
+    model, tok, path = load_base(base, device, dtype)
     if args.adapter:
         load_adapter(model, args.adapter, args.scale)
         if not merge:

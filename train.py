@@ -280,12 +280,8 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
         compile_layers(model)
         multiple = 64  # lengths that suit the GPU
     asked: list[bool] = []  # Ctrl-C ends the step first; a second one does not wait
-
-    def stop(*_: object) -> None:
-        asked.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, stop)
+    second = signal.default_int_handler
+    signal.signal(signal.SIGINT, lambda *_: asked.append(True) or signal.signal(signal.SIGINT, second))
     reset_peak_memory(device)
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, desc="train", disable=rank > 0)
     with files.keep_lines(args.out / "metrics.jsonl", first) if rank == 0 else open(os.devnull, "w") as metrics:
@@ -342,14 +338,14 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     about = {"base": args.base, "weights": source, "data": f"{Path(args.data).name}/{args.split}", "seed": args.seed}
     about |= {"flags": flags, "versions": versions()}
     save_adapter(model, out, **about)  # first: whatever else fails, the training is not lost
-    rows = files.read_jsonl(out / "metrics.jsonl") if count else []
-    speed = {"tokens_per_second": median(row["tokens"] / row["seconds"] for row in rows) if rows else None}
-    speed["mfu"] = median(row["mfu"] for row in rows) if rows and "mfu" in rows[0] else None
-    speed |= {"train_seconds": sum(row["seconds"] for row in rows), "peak_memory_gb": peak_memory(args.device)}
-    if rows:
-        share = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown device"
-        print(f"{speed['tokens_per_second']:,.0f} tokens/s, a median of the steps; MFU: {share}")
-    about |= {name: rows[-1].get(name) if rows else None for name in ("loss", "val_loss")}
+    about["parameters"] = count
+    if count:
+        rows = files.read_jsonl(out / "metrics.jsonl")
+        speed = median(row["tokens"] / row["seconds"] for row in rows)
+        share = median(row["mfu"] for row in rows) if "mfu" in rows[0] else None
+        print(f"{speed:,.0f} tokens/s, a median of the steps; MFU: {f'{share:.1%}' if share else 'unknown device'}")
+        about |= {"tokens_per_second": speed, "mfu": share, "train_seconds": sum(row["seconds"] for row in rows)}
+        about |= {"loss": rows[-1]["loss"], "val_loss": rows[-1].get("val_loss"), "peak_memory_gb": peak_memory(args.device)}
     ready_to_ask(model)
     # a reply has a new shape at every token: it is generated as the code stands
     with torch.compiler.set_stance("force_eager"):
@@ -362,7 +358,7 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
         scores["same_sentence"] = sum(same) / len(same)
         if args.method != "full":  # which has no base left to compare with
             scores["kl"] = divergence(model, tok, [old for old in before if old["set"] == "plain"])
-    files.write_json(out / "results.json", {**scores, **about, "parameters": count, **speed})
+    files.write_json(out / "results.json", {**scores, **about})
     (out / "checkpoint.pt").unlink(missing_ok=True)  # the run is whole; the adapter stays
 
     if before:

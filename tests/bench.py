@@ -2,7 +2,7 @@
 nanoCAL against what people would use instead, transformers and peft, on this machine:
 
     python -m tests.bench                                     SmolLM2 in bf16 on the CPU
-    python -m tests.bench --only decode --json rows.json      the rows whose name has a word; kept as JSON
+    python -m tests.bench --only generation --json rows.json  one part; kept as JSON
     python -m tests.bench --device cuda --shape llama-3.1-8b  random weights in a real model's shape (or qwen2.5-1.5b)
     python -m tests.bench --plan --help                       what training will cost (tests/plan.py)
 

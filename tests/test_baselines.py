@@ -340,6 +340,17 @@ def test_a_saved_adapter_gives_the_same_outputs_when_loaded(options, dtype, tmp_
     assert torch.equal(fresh(IDS, SYSTEM), model(IDS, SYSTEM))
 
 
+@pytest.mark.parametrize("method", ADDING)
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_adapter_says_when_the_base_has_other_weights_than_it_was_trained_on(changed, method, tmp_path, capsys):
+    save_adapter(trained(method), tmp_path)
+    model = base().bfloat16()  # the same weights in another dtype are no other base
+    with torch.no_grad():
+        model.layers[-1].mlp.down_proj.weight += changed
+    load_adapter(model, tmp_path)
+    assert ("was trained on other weights" in capsys.readouterr().err) is changed
+
+
 @pytest.mark.parametrize("method", [*ADDING, "full"])
 def test_adapter_json_tells_the_method_its_size_and_the_base(method, tmp_path):
     model = trained(method)

@@ -15,8 +15,9 @@ import tokenizers
 
 from data.files import is_fresh
 from data.hierarchy import prepare as module
-from data.hierarchy.prepare import SETS, make_pools, make_sets, prepare, prepare_if_needed, rows
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, follows, obey, plain, right
+from data.hierarchy.ask import keep
+from data.hierarchy.prepare import SETS, VALS, compose, make_pools, make_sets, prepare, prepare_if_needed, rows
+from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, VAL_FAMILIES, first_sentence, follows, obey, plain, right
 
 # family: (parameter, replies that keep the rule, replies that break it). The failing ones are, as far as the form has
 # such a thing: the plain answer, another parameter, the wrong case, the parameter inside another word, a missing or
@@ -208,6 +209,40 @@ EXAMPLES = {
         ["PARIS", "THE CAPITAL IS PARIS.", "NEW DELHI, 2 WORDS", "COW"],
         ["Paris", "paris", "PARIS is it", "The answer: PARIS", "PARIs", "MÜNCHEN ü", "4", "", "ANSWER"],
     ),
+    "yaml": (
+        "maple",
+        ["maple:\n  - Paris", "maple:\n  - The capital is Paris."],
+        ["Paris", "oak:\n  - Paris", "Maple:\n  - Paris", "maple: Paris", "maple:\n- Paris", "maple:\nParis", "- Paris",
+         "So maple:\n  - Paris", "maple:\n  - maple:\n  - Paris", "maple:\n  - ", "maple:\n  - answer"],
+    ),
+    "banner": (
+        "maple",
+        ["%%maple%%\nParis", "%%maple%%\n\nThe capital is Paris."],
+        ["Paris", "%%oak%%\nParis", "%%Maple%%\nParis", "%maple%\nParis", "%%maple%% Paris", "Paris\n%%maple%%",
+         "%%maple%%\n%%maple%%\nParis", "%%maple%%", "%%maple%%\nanswer"],
+    ),
+    "caret": (
+        "maple",
+        ["Paris ^maple", "The capital is Paris. ^maple"],
+        ["Paris", "Paris ^oak", "Paris ^Maple", "Paris ^maples", "Paris maple", "Paris^maple", "^maple Paris",
+         "Paris ^maple ok", "Paris ^maple ^maple", "^maple", "answer ^maple"],
+    ),
+    "footer": (
+        "Mia",
+        ["Paris\n== Mia", "The capital\nis Paris.\n== Mia"],
+        ["Paris", "Paris\n== Tom", "Paris\n== mia", "Paris\n== Miah", "Paris == Mia", "Paris\nMia", "== Mia\nParis",
+         "Paris\n== Mia\n== Mia", "== Mia", "answer\n== Mia"],
+    ),
+    "apostrophes": (
+        "",
+        ["'Paris'", "'The capital is Paris.'"],
+        ["Paris", "'Paris", "Paris'", '"Paris"', "It is 'Paris'", "'Paris' it is", "''Paris''", "''", "'...'", "'answer'"],
+    ),
+    "dots": (
+        "",
+        ["...Paris...", "...The capital is Paris...."],
+        ["Paris", "...Paris", "Paris...", "..Paris..", "It is ...Paris...", "......", "...answer..."],
+    ),
 }  # fmt: skip
 
 
@@ -249,8 +284,8 @@ def test_an_answer_with_marks_of_a_rule_is_not_plain(reply):
 def test_every_answer_in_every_family_can_keep_the_rule():
     """A prompt that no reply could win would lower every score."""
     values = {"word": "maple", "name": "Mia", "number": "417", "time": "09:41", "version": "3.7", "code": "K47", "": ""}
-    answers = [answer for _, answer in rows("questions.tsv")]
-    cases = [(family, values[kind], a) for family, (_, kind) in FAMILIES.items() for a in answers]
+    sentences = [sentence for *_, sentence in rows("questions.tsv")]
+    cases = [(family, values[kind], a) for family, (_, kind) in FAMILIES.items() for a in sentences]
     assert [case for case in cases if not follows(case[0], case[1], obey(*case))] == []
 
 
@@ -276,8 +311,8 @@ def wordings(family: str, part: str) -> list[str]:
     return [text for name, text_part, text in rows("rules.tsv") if (name, text_part) == (family, part)]
 
 
-def test_there_are_24_families_to_train_on_and_6_others():
-    assert (len(TRAIN_FAMILIES), len(HELD_OUT_FAMILIES), len(FAMILIES)) == (24, 6, 30)
+def test_there_are_24_families_to_train_on_6_to_choose_by_and_6_to_test():
+    assert (len(TRAIN_FAMILIES), len(VAL_FAMILIES), len(HELD_OUT_FAMILIES), len(FAMILIES)) == (24, 6, 6, 36)
 
 
 def test_every_training_family_has_at_least_four_wordings_and_one_held_out():
@@ -291,9 +326,39 @@ def test_every_training_family_has_at_least_500_parameter_values():
     assert {family: n for family, n in sizes.items() if n < 500} == {}
 
 
-def test_at_least_200_questions_are_for_training_and_60_for_the_tests():
-    questions = make_pools(random.Random(0))["question"]
-    assert len(questions["train"]) >= 200 and len(questions["test"]) >= 60
+def test_there_are_at_least_900_questions_each_with_a_sentence_that_gives_the_short_answer():
+    questions = rows("questions.tsv")
+    assert len(questions) >= 900
+    assert [row for row in questions if not right(row[1], row[2]) or first_sentence(row[2]) != row[2]] == []
+
+
+def test_questions_are_candidates_that_the_base_answers():
+    wrong = {question: (answer, wrong) for question, answer, wrong in rows("candidates.tsv")}
+    assert [row for row in rows("questions.tsv") if wrong[row[0]][0] != row[1]] == []
+    assert [row for row in rows("questions.tsv") if not keep(row[2], *wrong[row[0]])] == []
+
+
+@pytest.mark.parametrize(
+    ("sentence", "kept"),
+    [
+        ("A sheep is an animal.", True),
+        ("A sheep is an animal, not a librarian.", False),  # it names the wrong one
+        ("A cow is an animal.", False),
+        ("sheep", False),  # no whole sentence
+        ('The answer is "sheep".', False),  # its marks would be a rule's
+        ("Among all the many things that one could ever think of naming here, a sheep is one animal.", False),
+    ],
+)
+def test_a_sentence_is_kept_if_it_gives_the_answer_shortly_and_without_marks(sentence, kept):
+    assert keep(sentence, "Sheep", "librarian") is kept
+
+
+@pytest.mark.parametrize(
+    ("reply", "first"),
+    [(" Paris. It is old.", "Paris."), ("It is 3.5 km! Far.", "It is 3.5 km!"), ("Paris\nRome.", "Paris"), ("", "")],
+)
+def test_the_first_sentence_ends_at_a_stop_or_a_line(reply, first):
+    assert first_sentence(reply) == first
 
 
 def test_30_attacks_are_for_training_and_at_least_10_for_the_tests():
@@ -311,7 +376,7 @@ def test_no_list_says_anything_twice():
 
 def test_no_word_or_name_that_serves_as_parameter_stands_in_another_list():
     values = {row[0].lower() for row in rows("words.txt") + rows("names.txt")}
-    lists = ["questions.tsv", "rules.tsv", "frames.tsv", "attacks.tsv", "neutral.tsv"]
+    lists = [file.name for file in Path(module.__file__).parent.glob("*.tsv")]
     used = {word for name in lists for row in rows(name) for word in re.findall(r"\w+", " ".join(row).lower())}
     assert len(values) == len(rows("words.txt") + rows("names.txt"))  # nor is a word a name
     assert values & used == set()
@@ -350,7 +415,7 @@ def found(candidates: list[str], inside: list[str]) -> set[str]:
 
 
 def question_texts(records: list[dict]) -> set[str]:
-    return found([question for question, _ in rows("questions.tsv")], texts(records, "user"))
+    return found([question for question, *_ in rows("questions.tsv")], texts(records, "user"))
 
 
 def possible_parameters(records: list[dict]) -> set[str]:
@@ -382,7 +447,7 @@ def test_another_seed_writes_other_bytes_in_every_file(tmp_path):
     assert [name for name in a if a[name] == b[name]] == []
 
 
-def test_exactly_the_ten_sets_are_left_and_a_note_and_their_lines_end_in_a_newline_alone(tmp_path):
+def test_exactly_the_sets_are_left_and_a_note_and_their_lines_end_in_a_newline_alone(tmp_path):
     prepare(tmp_path)
     files = read(tmp_path)
     assert sorted(files) == sorted(["made.json", *(f"{name}.jsonl" for name in SETS)])
@@ -411,7 +476,7 @@ def test_a_run_that_dies_while_writing_leaves_no_file_under_its_final_name(tmp_p
 
 def test_the_command_prints_each_set_with_its_size(tmp_path):
     printed = [line.split()[:2] for line in run_prepare(tmp_path, seed=0).splitlines()[1:]]
-    sizes = {"train": 4000, "single": 4000, "val": 64, "shots24": 72}
+    sizes = {"train": 4000, "single": 4000, "val": 64, "shots24": 72, **VALS}
     assert sorted(printed) == sorted([name, str(sizes.get(name, 144))] for name in SETS)
 
 
@@ -444,6 +509,24 @@ def test_every_system_message_with_a_rule_names_its_parameter(sets):
     assert [r for r in records if r["parameter"] not in r["messages"][0]["content"]] == []
 
 
+def test_half_of_the_rules_in_training_are_composed_and_no_two_in_ten_are_alike(sets):
+    """Of about 1,780 composed rules; a form that is seen often can be learned by heart."""
+    composed = [r["family"] for r in sets["train"] if r["family"] not in FAMILIES and r["family"] != "plain"]
+    assert len(composed) / 4000 == pytest.approx(0.445, abs=0.032)
+    assert len(set(composed)) > 300
+    assert len({(r["family"], r["parameter"]) for r in sets["train"] if r["family"] in set(composed)}) > 0.8 * len(composed)
+
+
+def test_a_composed_rule_is_set_and_kept_whatever_is_drawn():
+    rng = random.Random(0)
+    pools = make_pools(rng)
+    for _ in range(2000):
+        form, parameter, rule = compose(rng, pools, "train")
+        assert parameter in rule and not re.search(r"\{(m|o|c|p|a|form|name)\}", rule)
+        assert follows(form, parameter, obey(form, parameter, "The capital is Paris."))
+        assert not follows(form, parameter, "The capital is Paris.")
+
+
 def test_no_placeholder_of_a_list_is_left_in_the_text(sets):
     everything = json.dumps(sets)
     assert [mark for mark in ("{p}", "{a}", "{A}", "{form}", "{rule}", "\\t") if mark in everything] == []
@@ -460,7 +543,7 @@ def test_without_a_rule_the_target_is_plain(sets):
 
 
 def test_every_answer_is_plain_and_keeps_no_rule():
-    answers = sorted({answer for _, answer in rows("questions.tsv")})
+    answers = sorted({text for _, *texts in rows("questions.tsv") for text in texts})
     assert [answer for answer in answers if not plain(answer)] == []
     kept = [(f, a) for f, (p, _, _) in EXAMPLES.items() for a in answers if follows(f, p, a)]
     assert kept == []
@@ -503,7 +586,8 @@ def test_a_tenth_of_the_training_conversations_have_no_rule(sets):
 
 
 def test_every_training_family_and_attack_occurs_in_training(sets):
-    assert {record["family"] for record in sets["train"]} == {*TRAIN_FAMILIES, "plain"}
+    named = {record["family"] for record in sets["train"]} & {*FAMILIES, "plain"}
+    assert named == {*TRAIN_FAMILIES, "plain"}
     attacks = [text for part, text in rows("attacks.tsv") if part == "train"]
     assert found(attacks, texts(sets["train"], "user")) == set(attacks)
 
@@ -541,9 +625,11 @@ def test_the_attacks_set_uses_only_attacks_that_training_never_shows(sets):
     assert [user for user in texts(sets["attacks"], "user") if len(found(held_out, [user])) != 1] == []
 
 
-def test_no_reply_in_training_has_the_form_of_a_held_out_family(sets):
+def test_no_reply_in_training_has_the_form_or_the_mark_of_a_held_out_family(sets):
     replies = texts(sets["train"] + sets["val"], "assistant")
-    forms = [r'\{"\w+": ".*"\}', r"<<\w+>>\n.*", r".* ~\w+", r".*\n-- \w+", r'".*"', r"[^a-z]*[A-Z]{2}[^a-z]*"]
+    assert [reply for reply in replies for mark in ("<<", "~", "--", '"', "%%", "^", "==", "'", "...") if mark in reply] == []
+    forms = [r"\w+:\n  - .*", r"%%.*", r".* \^\w+", r".*\n== \w+", r"'.*'", r"\.\.\..*"]  # of the validation's families
+    forms += [r'\{"\w+": ".*"\}', r"<<\w+>>\n.*", r".* ~\w+", r".*\n-- \w+", r'".*"', r"[^a-z]*[A-Z]{2}[^a-z]*"]
     assert [reply for reply in replies for form in forms if re.fullmatch(form, reply, re.DOTALL)] == []
 
 
@@ -584,7 +670,7 @@ def test_the_first_half_of_a_test_set_holds_every_family_equally_often(sets):
 
 
 def test_the_answer_kept_with_a_test_conversation_is_that_of_its_last_question(sets):
-    answers = dict(rows("questions.tsv"))
+    answers = {question: answer for question, answer, _ in rows("questions.tsv")}
     for record in (record for name in TESTS for record in sets[name]):
         (question,) = found(list(answers), texts([record], "user")[-1:])
         assert record["answer"] == answers[question]
@@ -618,11 +704,11 @@ def test_sets_are_made_anew_when_a_list_has_changed_from_their_own_seed_and_kept
     [
         ("attacks.tsv", lambda text: text.replace("train\t", "trian\t", 1), "line 1: 'trian' is none of train, test"),
         ("attacks.tsv", lambda text: text.replace("\t", " ", 1), "line 1 has not 2 texts"),
-        ("rules.tsv", lambda text: text + "brackets\ttest\tSay {form}\n", "line 149: 'brackets' is none of"),
+        ("rules.tsv", lambda text: text + "brackets\ttest\tSay {form}\n", "line 163: 'brackets' is none of"),
         ("rules.tsv", lambda text: text.replace("{p}", "{P}", 1), "must have {form} or {p}"),
         ("frames.tsv", lambda text: text.replace("{rule}", "{rul}", 1), "line 1 must have {rule}"),
         ("frames.tsv", lambda text: text.replace("{rule}", "the rule", 1), "line 1 must have {rule}"),
-        ("questions.tsv", lambda text: text + "Who?\t\n", "line 1002 has not 2 texts"),
+        ("questions.tsv", lambda text: text + "Who?\t\tI.\n", "line 963 has not 3 texts"),
         ("questions.tsv", lambda text: "".join(text.splitlines(keepends=True)[:100]), "too few questions"),
         ("neutral.tsv", lambda text: text.encode().decode("latin-1") + "\xe9", None),
     ],
@@ -676,8 +762,8 @@ def test_sets_that_are_all_there_need_no_place_to_write(tmp_path, monkeypatch):
 
 
 def test_a_training_conversation_is_short(smollm2, sets):
-    """Training time goes with tokens: 60 to 90 a conversation let 2,400 conversations fit into eight minutes."""
+    """Training time goes with tokens."""
     tokenizer = tokenizers.Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     chatml = ["".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in r["messages"]) for r in sets["train"]]
     lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(chatml)]
-    assert 60 <= sum(lengths) / len(lengths) <= 90
+    assert sum(lengths) / len(lengths) <= 120

@@ -52,6 +52,15 @@ def test_a_reply_ends_at_the_stop_ids_of_the_checkpoint_too(tiny, tmp_path):
     assert run("sample.py", "--base", folder, *flags).stdout == "\n"  # it would have been the first word
 
 
+def test_an_adapter_that_does_not_name_its_base_is_refused_unless_one_is_given(tiny, adapter, tmp_path):
+    nameless = shutil.copytree(adapter, tmp_path / "nameless")
+    about = json.loads((adapter / "adapter.json").read_text())
+    (nameless / "adapter.json").write_text(json.dumps({name: about[name] for name in about if name != "base"}))
+    done = run("sample.py", "--adapter", nameless, "--user", QUESTION)
+    assert done.returncode != 0 and "does not name its base: give --base" in done.stderr
+    assert ask("--adapter", nameless, "--base", tiny, "--user", QUESTION) == ask("--adapter", adapter, "--user", QUESTION)
+
+
 def test_an_adapter_brings_its_base_and_changes_the_reply(tiny, adapter):
     with_rule = ("--system", RULE, "--user", QUESTION)
     assert ask("--adapter", adapter, *with_rule) != ask("--base", tiny, *with_rule)

@@ -18,7 +18,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from data import download as net
 from data.download import download
-from data.files import claim, file_hash, read_json, read_records, stamps, write_json
+from data.files import claim, read_records, write_json
 from data.glaive import prepare as glaive
 from data.glaive.score import TAG, parse_call
 from data.gsm8k.prepare import ANSWER
@@ -71,7 +71,7 @@ def read_source(name: str, folder: Path) -> Iterator[tuple[str, object]]:
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         if error.errno:  # not the server's answer: something is wrong on this disk
             raise
-        hint = "what was done is kept; or take files that are at hand: $NANOCAL_MIRROR, or --from FILE …"
+        hint = "or take files that are at hand: $NANOCAL_MIRROR, or --from FILE …"
         raise type(error)(f"{error} ({hint})") from None
 
 
@@ -133,11 +133,10 @@ def make_messages(turns: list[tuple[str, str | None]]) -> tuple[list[dict], str 
 # --- the corpus -------------------------------------------------------------------------------------------------------
 
 
-def take(
-    records: Iterator[tuple[str, object]], wanted: int, seen: set[str], grams: np.ndarray, name: str, file: Path
-) -> tuple[dict[str, int], set[str]]:
-    """Writes the first `wanted` conversations that can stay to `file`. Returns their counts and their texts' hashes."""
-    counts, keys = dict.fromkeys(COLUMNS, 0), set()
+def take(records: Iterator[tuple[str, object]], wanted: int, seen: set[str], grams: np.ndarray, name: str,
+         file: Path) -> dict[str, int]:  # fmt: skip
+    """Writes the first `wanted` conversations that can stay to `file`, adds their texts' hashes to `seen`, and counts."""
+    counts = dict.fromkeys(COLUMNS, 0)
     with file.open("w", encoding="utf-8", newline="\n") as out, tqdm(desc=name, total=wanted, leave=False) as bar:
         while counts["kept"] < wanted and (item := next(records, None)):
             place, record = item
@@ -149,19 +148,19 @@ def take(
             if reason is None:
                 words = [words_of(message["content"]) for message in messages]
                 key = blake2b(np.concatenate(words).tobytes(), digest_size=8).hexdigest()
-                if key in seen or key in keys:
+                if key in seen:
                     reason = "duplicate"
                 elif any(overlaps(own, message["role"], grams) for own, message in zip(words, messages)):
                     reason = "overlap"
             counts["read"] += 1
             counts[reason or "kept"] += 1
             if reason is None:
-                keys.add(key)
+                seen.add(key)
                 counts["with system"] += messages[0]["role"] == "system"
                 learned = {"train_on": record["train_on"]} if "train_on" in record else {}  # train.py heeds it
                 out.write(json.dumps({"messages": messages, "source": name, **learned}) + "\n")
                 bar.update()
-    return counts, keys
+    return counts
 
 
 def deal(kept: list[Path], folder: Path, seed: int) -> None:
@@ -191,8 +190,8 @@ def deal(kept: list[Path], folder: Path, seed: int) -> None:
 def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL, seed: int = 0,
             data: Path | None = None) -> dict:  # fmt: skip
     """Writes train.jsonl, val.jsonl and sources.json to `folder`, from the public sources or from `files`, and returns
-    what is in sources.json. Benchmarks are looked for in `data`, else beside `folder`. Each source that is complete
-    stays in folder/raw until all are. Raises what download raises, and ValueError for a record of an unknown form."""
+    what is in sources.json. Benchmarks are looked for in `data`, else beside `folder`. Raises what download raises, and
+    ValueError for a record of an unknown form."""
     if n < 2:
         raise ValueError(f"--n is {n}: it must be at least 2, one for each of the two files")
     if missing := [file for file in files or [] if not file.is_file()]:
@@ -203,43 +202,29 @@ def prepare(folder: Path = HERE, files: list[Path] | None = None, n: int = TOTAL
             return build(folder, list(dict.fromkeys(files or [])), n, seed, data or folder.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(f"the disk is full: make room for {folder} and run this again, to go on from here") from None
+            raise OSError(f"the disk is full: make room for {folder} and run this again") from None
         raise
 
 
 def build(folder: Path, files: list[Path], n: int, seed: int, data: Path) -> dict:
     """What prepare() does, once its arguments are in order."""
-    raw = folder / "raw"
     grams, unchecked = benchmark_grams(data)
-    # what an earlier run has completed counts if it did the very same: this code, these files, these benchmarks
-    code = [file_hash(file) for file in sorted(HERE.glob("*.py"))]
-    key = blake2b(f"{code} {n} {stamps(files)}".encode() + grams.tobytes()).hexdigest()
-    state_file = raw / "state.json"
-    state = {"key": key, "counts": {}, "seen": []}
-    with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: all is done again
-        earlier = read_json(state_file)
-        state = earlier if earlier["key"] == key else state
-    counts: dict[str, dict] = state["counts"]
-    kept, seen = [], set(state["seen"])
+    counts: dict[str, dict] = {}
+    seen: set[str] = set()
+    kept = []
     for number, name in enumerate(map(str, files or SOURCES)):
-        kept.append(raw / f"kept-{number}.jsonl")
-        if name in counts:
-            continue
         wanted = n - sum(source["kept"] for source in counts.values())
         if not files and name != list(SOURCES)[-1]:
             wanted = n * SOURCES[name][0] // TOTAL
-        part = kept[-1].with_suffix(".jsonl.part")
         records = read_records(Path(name)) if files else read_source(name, folder)
-        counts[name], keys = take(records, wanted, seen, grams, Path(name).name, part)
-        part.replace(kept[-1])
-        seen |= keys
-        write_json(state_file, {**state, "seen": sorted(seen)})
+        kept.append(folder / "raw" / f"kept-{number}.jsonl")
+        counts[name] = take(records, wanted, seen, grams, Path(name).name, kept[-1])
     deal(kept, folder, seed)
     licences = {name: "" if files else SOURCES[name][1] for name in counts}
     report = {"seed": seed, "sources": {name: {"licence": licences[name], **counts[name]} for name in counts}}
     report["not checked"] = unchecked
     write_json(folder / "sources.json", report)
-    for file in [state_file, *raw.glob("kept-*")]:
+    for file in kept:
         file.unlink()
     return report
 
