@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import eval
+from cal import attach, trainable
 from data import files
-from data.chat import Tokenizer
+from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.files import read_jsonl, write_jsonl
 from data.hierarchy.prepare import TESTS, load
 from data.report import compare, judge, load_runs, show, summarize
-from eval import ask, ask_base
+from eval import ask, ask_base, divergence
 from model import Transformer
 from tests.small import run
 
@@ -45,6 +47,28 @@ def test_replies_come_back_in_the_order_of_the_prompts_whatever_the_batches(tiny
     alone = dict(ask(model, tok, examples, max_new_tokens=5, batch_tokens=1))
     assert together == alone
     assert [together[i]["messages"] for i in range(len(examples))] == [e["messages"] for e in examples]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["cal", "mlp", "lora"])
+def test_the_divergence_from_the_base_is_torchs_kl_over_the_replys_tokens_and_0_before_training(method, tiny):
+    base, tok = Transformer.from_pretrained(tiny), Tokenizer.from_pretrained(tiny)
+    model = attach(Transformer.from_pretrained(tiny), method)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a city."}]
+    rows = [{"messages": turns, "reply": "Paris."}, {"messages": turns, "reply": "It is Rome, I think."}]
+    assert divergence(model, tok, rows) == 0
+    for p in trainable(model).values():
+        torch.nn.init.normal_(p, std=0.1)
+    values = []
+    for row in rows:
+        asked, _ = render(tok, turns, add_generation_prompt=True)
+        reply = tok.encode(row["reply"])
+        ids = torch.tensor([asked + reply])
+        _, roles = render(tok, turns, add_generation_prompt=True)
+        system = torch.tensor([roles + [ASSISTANT] * len(reply)]) == SYSTEM
+        p, q = (m.logits(m(ids, system)).log_softmax(-1)[0, len(asked) - 1 : -1] for m in (base, model))
+        values += F.kl_div(q, p, reduction="none", log_target=True).sum(-1).tolist()
+    assert divergence(model, tok, rows) == pytest.approx(sum(values) / len(values), rel=1e-4)
 
 
 def test_load_sets_takes_the_first_prompts_of_every_set():

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from cal import attach
 from data.chat import Tokenizer, render
 from data.files import read_jsonl
-from data.hierarchy.prepare import prepare_if_needed
-from data.hierarchy.score import score
+from data.hierarchy.prepare import VALS, prepare_if_needed
+from data.hierarchy.score import first_sentence, score
 from data.sft.prepare import prepare as prepare_corpus
 from data.tokens import Conversations, batches_of_step, collate, make_batches
 from eval import validate
@@ -111,6 +111,22 @@ def test_a_run_prints_the_scores_that_a_recount_of_its_replies_gives(small_run):
 def test_a_run_evaluates_all_seven_test_sets(small_run):
     results = json.loads((small_run[0] / "results.json").read_text())
     assert set(results["after"]) == {"rules", "attacks", "families", "shots2", "shots8", "shots24", "plain"}
+
+
+def test_what_training_cost_without_a_rule_is_printed_and_kept_and_follows_from_the_replies(small_run):
+    out, done = small_run
+    results, rows = json.loads((out / "results.json").read_text()), read_jsonl(out / "replies.jsonl")
+    before, after = ([r["reply"] for r in rows if (r["when"], r["set"]) == (when, "plain")] for when in ("before", "after"))
+    same = [first_sentence(old) == first_sentence(new) for old, new in zip(before, after, strict=True)]
+    assert results["same_sentence"] == pytest.approx(sum(same) / 3) and results["kl"] >= 0
+    assert f"{results['same_sentence']:.0%} of the replies begin with the base's very sentence" in done.stdout
+    assert f"KL(base || trained) is {results['kl']:.3f} nats a token" in done.stdout
+
+
+def test_the_validation_sets_are_asked_instead_of_the_test_sets_on_request(tiny, tmp_path):
+    flags = ("--base", tiny, "--steps", 1, "--ask", "val", "--eval_limit", 1, "--dtype", "fp32", "--out", tmp_path / "r")
+    assert run("train.py", *flags).returncode == 0
+    assert set(json.loads((tmp_path / "r" / "results.json").read_text())["after"]) == set(VALS)
 
 
 def test_metrics_hold_a_line_a_step(small_run):

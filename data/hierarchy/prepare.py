@@ -27,7 +27,7 @@ LISTS = {"questions.tsv": (3,), "candidates.tsv": (3,), "words.txt": (1,), "name
 LISTS |= {"neutral.tsv": (PARTS, 1), "rules.tsv": (("*", *FAMILIES), (*PARTS, "val"), 1)}
 MOST_TURNS = 24  # earlier turns of a test conversation, each with a question of its own
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
-COMPOSED_SHARE = 0.5  # our choice: of those with one, how many have a rule that is put together by chance
+COMPOSED_SHARE = 0.6  # our choice: of those with one, how many have a rule that is put together by chance
 
 # Composed rules: a mark {m} around the parameter, in a place, or a mark around the whole reply. With the two dozen forms
 # of TRAIN_FAMILIES alone these are learned by heart; with thousands, so is copying whatever form the system prompt shows.
@@ -99,15 +99,14 @@ def make_pools(rng: random.Random) -> Pools:
     for name, part, text in rows("rules.tsv"):
         for family in TRAIN_FAMILIES if name == "*" else [name]:
             pools[f"{family} rule"][part].append(text)
-    for place, text in rows("composed.tsv"):
-        pools[place]["train"].append(text)
-    pools["marks"] = dict.fromkeys(("train", "val"), rows("marks.tsv"))
+    for name in ("composed", "marks"):
+        pools[name] = dict.fromkeys(("train", "val"), rows(f"{name}.tsv"))
     for name in ("frames", "neutral"):
         pools[name]["val"] = pools[name]["train"]
-    needed = {f"{family} rule": ("train", "val", "test") for family in TRAIN_FAMILIES} | dict.fromkeys(PLACES, ("train",))
+    needed = {f"{family} rule": ("train", "val", "test") for family in TRAIN_FAMILIES}
     needed |= {f"{family} rule": ("test",) for family in HELD_OUT_FAMILIES}
     needed |= {f"{family} rule": ("val",) for family in VAL_FAMILIES}
-    needed |= dict.fromkeys(("attacks", "frames", "neutral"), PARTS) | dict.fromkeys(parameters, ("train", "val", "test"))
+    needed |= dict.fromkeys(("composed", "marks"), ("train",)) | dict.fromkeys(("attacks", "frames", "neutral"), PARTS) | dict.fromkeys(parameters, ("train", "val", "test"))
     for name, parts in needed.items():
         if empty := [part for part in parts if not pools[name][part]]:
             raise ValueError(f"the lists in {HERE} have too few of {name!r}, and none for {empty[0]}: add some")
@@ -118,7 +117,7 @@ def make_pools(rng: random.Random) -> Pools:
 
 def compose(rng: random.Random, pools: Pools, part: str) -> tuple[str, str, str]:
     """A composed rule: its form, which is its family too, its parameter, and the rule in words."""
-    place, (name, before, behind) = rng.choice(list(PLACES)), rng.choice(pools["marks"][part])
+    (place, words), (name, before, behind) = rng.choice(pools["composed"][part]), rng.choice(pools["marks"][part])
     kind = rng.choice(("word", "word", "words", "name", "number", "code")) if place != "wrap" else ""
     drawn = rng.sample(pools["word"][part], 2) if kind == "words" else [rng.choice(pools[kind][part])] if kind else []
     parameter = " ".join(drawn)
@@ -126,7 +125,7 @@ def compose(rng: random.Random, pools: Pools, part: str) -> tuple[str, str, str]
     if before == behind and rng.random() < 0.5:  # on one side alone
         mark = rng.choice((before + "{p}", "{p}" + behind))
     form = rng.choice(PLACES[place]).replace("{m}", mark).replace("{o}", before).replace("{c}", behind)
-    words = rng.choice(pools[place]["train"]).replace("{name}", name).replace("{m}", mark.replace("{p}", parameter))
+    words = words.replace("{name}", name).replace("{m}", mark.replace("{p}", parameter))
     return form, parameter, words.replace("{form}", obey(form, parameter, "..."))
 
 
