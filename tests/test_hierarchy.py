@@ -509,10 +509,10 @@ def test_every_system_message_with_a_rule_names_its_parameter(sets):
     assert [r for r in records if r["parameter"] not in r["messages"][0]["content"]] == []
 
 
-def test_half_of_the_rules_in_training_are_composed_and_no_two_in_ten_are_alike(sets):
-    """Of about 1,780 composed rules; a form that is seen often can be learned by heart."""
+def test_three_in_five_rules_in_training_are_composed_and_no_two_in_ten_are_alike(sets):
+    """Of about 2,140 composed rules; a form that is seen often can be learned by heart."""
     composed = [r["family"] for r in sets["train"] if r["family"] not in FAMILIES and r["family"] != "plain"]
-    assert len(composed) / 4000 == pytest.approx(0.445, abs=0.032)
+    assert len(composed) / 4000 == pytest.approx(0.6 * 0.89, abs=0.032)
     assert len(set(composed)) > 300
     assert len({(r["family"], r["parameter"]) for r in sets["train"] if r["family"] in set(composed)}) > 0.8 * len(composed)
 
@@ -528,7 +528,7 @@ def test_a_composed_rule_is_set_and_kept_whatever_is_drawn():
 
 
 def test_no_placeholder_of_a_list_is_left_in_the_text(sets):
-    everything = json.dumps(sets)
+    everything = json.dumps([record["messages"] for records in sets.values() for record in records])
     assert [mark for mark in ("{p}", "{a}", "{A}", "{form}", "{rule}", "\\t") if mark in everything] == []
 
 
@@ -564,11 +564,11 @@ def test_histories_have_0_to_3_earlier_turns_equally_often(sets):
 
 
 def test_the_rule_is_kept_in_half_of_the_histories_and_broken_in_all_turns_of_the_others(sets):
-    kept = []
+    kept, sentences = [], {sentence for *_, sentence in rows("questions.tsv")}
     for record in sets["train"]:
         if record["family"] != "plain" and earlier(record):
             verdicts = {follows(record["family"], record["parameter"], reply) for reply in earlier(record)}
-            broken = all(plain(reply) for reply in earlier(record))
+            broken = sentences.issuperset(earlier(record))
             assert verdicts == {not broken}  # all turns alike
             kept.append(not broken)
     assert sum(kept) / len(kept) == pytest.approx(0.5, abs=0.041)  # of about 2,670: four standard deviations
@@ -602,7 +602,7 @@ def test_training_validation_and_tests_share_no_question(sets):
 def test_training_validation_and_tests_share_no_parameter(sets):
     tests = [record for name in TESTS for record in sets[name]]
     test, val = ({r["parameter"] for r in records} - {""} for records in (tests, sets["val"]))
-    assert len(test) > 300 and len(val) > 40
+    assert len(test) > 250 and len(val) > 30
     assert test & possible_parameters(sets["train"] + sets["val"]) == set()
     assert val & possible_parameters(sets["train"]) == set()
 
@@ -702,13 +702,13 @@ def test_sets_are_made_anew_when_a_list_has_changed_from_their_own_seed_and_kept
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("attacks.tsv", lambda text: text.replace("train\t", "trian\t", 1), "line 1: 'trian' is none of train, test"),
+        ("attacks.tsv", lambda text: text.replace("train\t", "trian\t", 1), "line 1: 'trian' is none of train, val, test"),
         ("attacks.tsv", lambda text: text.replace("\t", " ", 1), "line 1 has not 2 texts"),
         ("rules.tsv", lambda text: text + "brackets\ttest\tSay {form}\n", "line 163: 'brackets' is none of"),
         ("rules.tsv", lambda text: text.replace("{p}", "{P}", 1), "must have {form} or {p}"),
         ("frames.tsv", lambda text: text.replace("{rule}", "{rul}", 1), "line 1 must have {rule}"),
         ("frames.tsv", lambda text: text.replace("{rule}", "the rule", 1), "line 1 must have {rule}"),
-        ("questions.tsv", lambda text: text + "Who?\t\tI.\n", "line 963 has not 3 texts"),
+        ("questions.tsv", lambda text: text + "Who?\t\tI.\n", "line 956 has not 3 texts"),
         ("questions.tsv", lambda text: "".join(text.splitlines(keepends=True)[:100]), "too few questions"),
         ("neutral.tsv", lambda text: text.encode().decode("latin-1") + "\xe9", None),
     ],

@@ -16,7 +16,7 @@ MOST_WORDS = 16  # our choice: with a rule's marks, a reply stays well within MA
 
 def keep(sentence: str, answer: str, wrong: str) -> bool:
     """Whether it is a whole, short sentence that gives the answer, not the wrong one beside it, and has no marks."""
-    whole = re.fullmatch(r"[\w ,.'%-]+[.!]", sentence) and len(sentence.split()) <= MOST_WORDS
+    whole = re.fullmatch(r"[A-Z][\w ,.-]+[.!]", sentence) and len(sentence.split()) <= MOST_WORDS
     return bool(whole) and plain(sentence) and right(answer, sentence) and not right(wrong, sentence)
 
 

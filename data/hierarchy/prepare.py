@@ -21,15 +21,11 @@ TESTS = {"rules": 72, "attacks": 72, "shots2": 72, "shots8": 72, "shots24": 36, 
 # validation set: what to choose placements, rates and steps by, so that the test sets are asked once
 VALS = {"val_rules": 72, "val_shots8": 72, "val_families": 72}
 SETS = ("train", "single", "val", *VALS, *TESTS)
-# the lists: what stands in their first columns, and how many columns of text follow
-PARTS = ("train", "test")
-LISTS = {"questions.tsv": (3,), "candidates.tsv": (3,), "words.txt": (1,), "names.txt": (1,), "attacks.tsv": (PARTS, 1), "frames.tsv": (PARTS, 1)}
-LISTS |= {"neutral.tsv": (PARTS, 1), "rules.tsv": (("*", *FAMILIES), (*PARTS, "val"), 1)}
 MOST_TURNS = 24  # earlier turns of a test conversation, each with a question of its own
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
 COMPOSED_SHARE = 0.6  # our choice: of those with one, how many have a rule that is put together by chance
 
-# Composed rules: a mark {m} around the parameter, in a place, or a mark around the whole reply. With the two dozen forms
+# Composed rules: a mark {m} = {o}{p}{c} in a place beside the answer, or {o} and {c} around it or around both. With the two dozen forms
 # of TRAIN_FAMILIES alone these are learned by heart; with thousands, so is copying whatever form the system prompt shows.
 PLACES = {
     "before": ("{m} {a}",),
@@ -37,19 +33,30 @@ PLACES = {
     "around": ("{m} {a} {m}",),
     "above": ("{m}\n{a}",),
     "below": ("{a}\n{m}",),
-    "inside": ("{o}{p}: {a}{c}", "{o}{p} = {a}{c}", "{o}{o}{p}{c}: {o}{a}{c}{c}"),
+    "inside": ("{o}{p}: {a}{c}", "{o}{p} = {a}{c}", "{o}{o2}{p}{c2}: {o2}{a}{c2}{c}"),
     "wrap": ("{o}{a}{c}",),
 }
-LISTS |= {"composed.tsv": (tuple(PLACES), 1), "marks.tsv": (3,)}
+PARTS = ("train", "val", "test")
+# the lists: what may stand in their first columns, how many columns of text follow, and what is filled in there
+LISTS = {
+    "questions.tsv": ((), 3, set()),
+    "candidates.tsv": ((), 3, set()),
+    "words.txt": ((), 1, set()),
+    "names.txt": ((), 1, set()),
+    "attacks.tsv": ((PARTS,), 1, set()),
+    "neutral.tsv": ((PARTS,), 1, set()),
+    "frames.tsv": ((PARTS,), 1, {"{rule}"}),
+    "rules.tsv": ((("*", *FAMILIES), PARTS), 1, {"{form}", "{p}"}),
+    "composed.tsv": ((tuple(PLACES),), 1, {"{m}", "{form}", "{name}"}),
+    "marks.tsv": ((), 3, set()),
+}
 
 Pools = dict[str, dict[str, list]]  # what may be drawn: kind of thing -> "train", "val" or "test" -> values
 
 
 def rows(name: str) -> list[list[str]]:
     """The tab-separated lines of a list beside this file. ValueError names a line that is none."""
-    lines, (*known, texts) = [], LISTS[name]
-    holes = {"frames.tsv": {"{rule}"}, "rules.tsv": {"{form}", "{p}"}}.get(name, set())
-    holes |= {"{m}", "{form}", "{name}"} if name == "composed.tsv" else set()
+    lines, (known, texts, holes) = [], LISTS[name]
     try:
         text = (HERE / name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -101,12 +108,12 @@ def make_pools(rng: random.Random) -> Pools:
             pools[f"{family} rule"][part].append(text)
     for name in ("composed", "marks"):
         pools[name] = dict.fromkeys(("train", "val"), rows(f"{name}.tsv"))
-    for name in ("frames", "neutral"):
-        pools[name]["val"] = pools[name]["train"]
-    needed = {f"{family} rule": ("train", "val", "test") for family in TRAIN_FAMILIES}
-    needed |= {f"{family} rule": ("test",) for family in HELD_OUT_FAMILIES}
-    needed |= {f"{family} rule": ("val",) for family in VAL_FAMILIES}
-    needed |= dict.fromkeys(("composed", "marks"), ("train",)) | dict.fromkeys(("attacks", "frames", "neutral"), PARTS) | dict.fromkeys(parameters, ("train", "val", "test"))
+    for name in ("frames", "neutral", "attacks"):  # our choice: what is validated is the rules
+        pools[name]["val"] = pools[name]["val"] or pools[name]["train"]
+    needed = dict.fromkeys(["composed", "marks"], ("train",))
+    needed |= dict.fromkeys(["attacks", "frames", "neutral", *parameters], PARTS)
+    for families, parts in ((TRAIN_FAMILIES, PARTS), (HELD_OUT_FAMILIES, ("test",)), (VAL_FAMILIES, ("val",))):
+        needed |= {f"{family} rule": parts for family in families}
     for name, parts in needed.items():
         if empty := [part for part in parts if not pools[name][part]]:
             raise ValueError(f"the lists in {HERE} have too few of {name!r}, and none for {empty[0]}: add some")
@@ -117,7 +124,8 @@ def make_pools(rng: random.Random) -> Pools:
 
 def compose(rng: random.Random, pools: Pools, part: str) -> tuple[str, str, str]:
     """A composed rule: its form, which is its family too, its parameter, and the rule in words."""
-    (place, words), (name, before, behind) = rng.choice(pools["composed"][part]), rng.choice(pools["marks"][part])
+    place, words = rng.choice(pools["composed"][part])
+    (name, before, behind), (_, before2, behind2) = rng.sample(pools["marks"][part], 2)
     kind = rng.choice(("word", "word", "words", "name", "number", "code")) if place != "wrap" else ""
     drawn = rng.sample(pools["word"][part], 2) if kind == "words" else [rng.choice(pools[kind][part])] if kind else []
     parameter = " ".join(drawn)
@@ -125,6 +133,7 @@ def compose(rng: random.Random, pools: Pools, part: str) -> tuple[str, str, str]
     if before == behind and rng.random() < 0.5:  # on one side alone
         mark = rng.choice((before + "{p}", "{p}" + behind))
     form = rng.choice(PLACES[place]).replace("{m}", mark).replace("{o}", before).replace("{c}", behind)
+    form = form.replace("{o2}", before2).replace("{c2}", behind2)
     words = words.replace("{name}", name).replace("{m}", mark.replace("{p}", parameter))
     return form, parameter, words.replace("{form}", obey(form, parameter, "..."))
 
