@@ -320,13 +320,14 @@ class Transformer(nn.Module):
             raise ValueError("a system prompt comes with the first call that fills a cache, which keeps its keys")
         positions = cache.advance(T) if cache else torch.arange(T, device=ids.device)[None]
         x = self.embed_tokens(ids) if below is None else below  # (B, T, D)
+        done = 0 if below is None else min(map(int, self.inserted))  # the layers that have run already
         cos, sin = rope_tables(self.config, positions, x.dtype)
         # which token sees which system token is the same for every block: it is computed once
         anchor = self.attention_mask(system) if self.attention_mask and system is not None else None
         # Frozen layers below the first trainable block save nothing for a backward pass: neither their weights nor
         # their input asks for a gradient. With blocks in the last eighth that is seven eighths of the model.
         for b, layer in enumerate(self.layers, start=1):
-            if below is None or b > self.first_block:
+            if b > done:
                 x = self.run(layer, x, cos, sin, cache)
             if b == stop:
                 return x
@@ -336,11 +337,6 @@ class Transformer(nn.Module):
         if cache:
             cache.positions = cache.positions + T  # not in place: generate sets them to a tensor of its own
         return self.norm(x)
-
-    @property
-    def first_block(self) -> int:
-        """The layer after which the first block runs."""
-        return min(map(int, self.inserted))
 
     @property
     def head(self) -> nn.Module:

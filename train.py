@@ -270,7 +270,7 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     if args.resume and rank == 0:
         print(f"going on after step {first}" if first else f"{args.out} has no checkpoint: the run starts at its beginning")
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
-    under_blocks = partial(model, stop=model.first_block if args.cache_prefix else None)
+    under_blocks = partial(model, stop=min(map(int, model.inserted), default=None))
     # what it gives depends on all of this, beside the batch
     key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), list(model.inserted)]
     key = json.dumps([*key, args.compile, args.dtype, device, torch.get_num_threads(), versions()])

@@ -170,7 +170,7 @@ def training(path: Path, shape: str | None, device: str) -> Iterator[Row]:
         ("512-token conversations", long_batch(device), 1.9, 3.3),
     ):
         with torch.no_grad():
-            below = model(batch[0], stop=model.first_block)
+            below = model(batch[0], stop=min(map(int, model.inserted)))
         sides = [partial(cal, batch), partial(cal, batch, below), partial(lora, batch)]
         ours, with_cache, our_lora, *other = medians(device, *sides, *(partial(step, batch) for step in theirs))
         tokens, best = batch[0].numel(), batch[0].numel() / min(other)
