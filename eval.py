@@ -19,6 +19,7 @@ special about stands in its folder, too, and the loop calls it where it is there
                  spread(examples, args)         more examples of each, before --limit chooses among them
                  finish(examples, args, tok)    the chosen examples as they are to be asked
     score.py     refuse(args)                   why the task can't be run with these flags, or None
+                 follow(example, reply)         messages to ask next, after this reply, or None: the reply becomes a list
                  verdicts(rows, args)           the rows with what a judge says of them, before score() is called
                  OPTIONS, POOLED, AXIS          flags for score(); one row for all groups; what --plot draws over
 """
@@ -160,7 +161,8 @@ def first_asks(example: dict) -> list[list[dict]]:
     return example["asks"] if "asks" in example else [example["messages"]]
 
 
-def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str) -> list[dict]:
+def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int, system: str,
+             follow: Callable | None = None) -> list[dict]:  # fmt: skip
     """What the model says to a batch of examples of one kind: {"reply": a text, or a list of texts}, by example."""
     if "choices" in examples[0]:
         return choose(model, tok, examples, system)
@@ -169,11 +171,15 @@ def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
     asks = [first_asks(e) for e in examples]
     flat = iter(generate(model, tok, [with_system(m, system) for a in asks for m in a], max_new_tokens))
     replies = [[next(flat) for _ in a] for a in asks]
+    if follow:
+        nexts = [follow(e, r[0]) if r[0] is not None else None for e, r in zip(examples, replies)]
+        said = iter(generate(model, tok, [with_system(m, system) for m in nexts if m], max_new_tokens))
+        return [{"reply": None if r[0] is None else r + [next(said)] if m else r} for r, m in zip(replies, nexts)]
     return [{"reply": r if "asks" in e else r[0]} for e, r in zip(examples, replies)]
 
 
 def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 48, batch_tokens: int = 4096,
-        system: str = "", bar: str = "replies") -> Iterator[tuple[int, dict]]:  # fmt: skip
+        system: str = "", bar: str = "replies", follow: Callable | None = None) -> Iterator[tuple[int, dict]]:  # fmt: skip
     """Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
@@ -184,7 +190,7 @@ def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens
             # the longest comes last, so it decides how many fit beside it
             n = max(1, batch_tokens // lengths[order[-1]])
             batch, order = order[-n:], order[:-n]
-            said = reply_to(model, tok, [examples[i] for i in batch], max_new_tokens, system)
+            said = reply_to(model, tok, [examples[i] for i in batch], max_new_tokens, system, follow)
             yield from ((i, {**examples[i], **row}) for i, row in zip(batch, said))
             progress.update(len(batch))
 
@@ -277,7 +283,8 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     missing = [e for key, e in wanted.items() if key not in rows]
     max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
     with open(file or os.devnull, "a", encoding="utf-8") as kept:
-        for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task):
+        follow = hook(task, "score", "follow")
+        for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task, follow):
             rows[report.prompt_key(task, row)] = row = {"when": name, **row}
             kept.write(json.dumps(row) + "\n")
             kept.flush()
