@@ -95,15 +95,8 @@ def summarize(rows: list[dict], task: str = "hierarchy") -> Table:
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(group_of(row), []).append(row)
-    macro: dict[str, list[float]] = {}
-    if is_pooled(task):
-        for of_group in groups.values():
-            for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
-                if values := pool(decisions(row, measure) for row in of_group):
-                    macro.setdefault(measure, []).append(sum(values) / len(values))
-        groups = {"all": rows}
     table: Table = {}
-    for group, of_group in groups.items():
+    for group, of_group in ({"all": rows} if is_pooled(task) else groups).items():
         table[group] = {}
         for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
             answered = [row for row in of_group if row["scores"]]
@@ -111,8 +104,9 @@ def summarize(rows: list[dict], task: str = "hierarchy") -> Table:
             entry = {"mean": mean(values), "n": len(pool(values)), "prompts": len(values)}
             entry["undecided"] = sum(values_of(row, measure).count(None) for row in answered)
             table[group][measure] = entry | (interval(resample(values)) if entry["n"] else {"low": None, "high": None})
-            if measure in macro:
-                table[group][measure]["macro"] = sum(macro[measure]) / len(macro[measure])
+            if is_pooled(task):
+                means = [mean([decisions(row, measure) for row in of_one]) for of_one in groups.values()]
+                table[group][measure]["macro"] = mean([[m] for m in means if m is not None])
     return table
 
 
@@ -165,6 +159,20 @@ def notes(rows: list[dict], table: Table) -> str:
 # --- one run again ----------------------------------------------------------------------------------------------------
 
 
+def corrected(task: str, rows: list[dict]) -> list[dict]:
+    """The rows as today's examples have them, should gold data have been mended since; whose prompt is gone is left out."""
+    module, file = import_module(f"data.{task}.prepare"), EXAMPLES / task / "examples.jsonl"
+    made_up = hasattr(module, "spread") or hasattr(module, "finish")  # of other examples, or of none that is kept
+    if made_up or not (hasattr(module, "load") or file.is_file()):
+        return rows
+    examples = module.load(sys.maxsize) if hasattr(module, "load") else read_jsonl(file)
+    todays = {prompt_key(task, example): example for example in examples}
+    found = [{**row, **todays[key]} for row in rows if (key := prompt_key(task, row)) in todays]
+    if len(found) < len(rows):
+        print(f"{task}: {len(rows) - len(found)} of {len(rows)} replies are to prompts that are gone: left out", file=sys.stderr)
+    return found
+
+
 def kept_replies(folder: Path, stopped: bool = False, **flags: object) -> dict[str, dict[str, list[dict]]]:
     """The replies in a directory of train.py (replies.jsonl) or of eval.py (TASK.jsonl, of tasks that came to their end,
     or were stopped as well), judged anew: by task, and by whose they are ("before", …). ValueError or FileNotFoundError
@@ -173,7 +181,8 @@ def kept_replies(folder: Path, stopped: bool = False, **flags: object) -> dict[s
     kept: dict[str, dict[str, list[dict]]] = {}
     for task, file in [("hierarchy", folder / "replies.jsonl"), *files]:
         try:
-            for row in judge(task, read_jsonl(file, whole=True), **flags) if file.is_file() else []:
+            rows = corrected(task, read_jsonl(file, whole=True)) if file.is_file() else []
+            for row in judge(task, rows, **flags):
                 kept.setdefault(task, {}).setdefault(row["when"], []).append(row)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} holds something else than judged replies ({error!r}): evaluate again") from None

@@ -15,10 +15,15 @@ from data import files
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.files import read_jsonl, write_jsonl
 from data.hierarchy.prepare import TESTS, load
-from data.report import compare, judge, load_runs, show, summarize
+from data.report import compare, corrected, judge, load_runs, show, summarize
 from eval import ask, ask_base, divergence
 from model import Transformer
 from tests.small import run
+
+
+@pytest.fixture(autouse=True)
+def made_up_prompts_are_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.report.corrected", lambda task, rows: rows)
 
 
 def verdicts(name: str, kept: int, n: int) -> list[dict]:
@@ -58,7 +63,7 @@ def test_the_divergence_from_the_base_is_torchs_kl_over_the_replys_tokens_and_0_
     rows = [{"messages": turns, "reply": "Paris."}, {"messages": turns, "reply": "It is Rome, I think."}]
     assert divergence(model, tok, rows) == 0
     for p in trainable(model).values():
-        torch.nn.init.normal_(p, std=0.1)
+        torch.nn.init.normal_(p, std=0.5)  # far from the base: fp32 leaves few digits of a small divergence
     values = []
     for row in rows:
         asked, _ = render(tok, turns, add_generation_prompt=True)
@@ -89,6 +94,19 @@ def test_rescore_judges_the_replies_and_does_not_trust_the_kept_verdicts(tmp_pat
     (tmp_path / "replies.jsonl").write_text(json.dumps(row) + "\n")
     expected = "| rules | 1 | 100.0% (100 to 100) | 100.0% (100 to 100) |"
     assert expected in run("eval.py", "--rescore", tmp_path).stdout
+
+
+def test_a_kept_reply_is_scored_by_todays_example_and_not_by_the_copy_beside_it():
+    examples = load(2)
+    rows = [{**e, "when": "base", "reply": e["answer"], "answer": "what the lists said before"} for e in examples]
+    assert [row["answer"] for row in corrected("hierarchy", rows)] == [e["answer"] for e in examples]
+
+
+def test_replies_to_prompts_that_are_gone_are_counted_and_left_out(capsys):
+    rows = [{**e, "when": "base", "reply": "Paris"} for e in load(1)]
+    gone = {**rows[0], "messages": [{"role": "user", "content": "Which question was struck off?"}]}
+    assert len(corrected("hierarchy", [*rows, gone])) == len(rows)
+    assert f"hierarchy: 1 of {len(rows) + 1} replies are to prompts that are gone: left out" in capsys.readouterr().err
 
 
 def test_show_puts_every_table_into_one_row_a_set():
