@@ -4,6 +4,7 @@ Runs a model over benchmarks and scores its replies by program, as the benchmark
     python eval.py --adapter out/cal                              data/hierarchy, the default
     python eval.py --adapter out/cal --tasks ifeval,mmlu --out out/cal-eval
     python eval.py --tasks all --limit 8                          the bare base, a few prompts of each
+    python eval.py --adapter out/cal --tasks mine.jsonl           prompts of your own (data/own/prepare.py says how)
     python eval.py --rescore out/cal-eval                         counts the kept replies again, without a model
     python eval.py --compare out/cal out/mlp out/lora             runs side by side; those of other seeds as one
 
@@ -15,7 +16,7 @@ A task is a folder of data/. prepare.py has prepare(folder), which makes example
 score.py has MAX_NEW_TOKENS and score(example, reply). Here is the one loop over all of them. What a task needs to be
 special about stands in its folder, too, and the loop calls it where it is there:
 
-    prepare.py   load(limit)                    the examples, where they are not in examples.jsonl
+    prepare.py   load(args)                     the examples, where they are not in examples.jsonl
                  spread(examples, args)         more examples of each, before --limit chooses among them
                  finish(examples, args, tok)    the chosen examples as they are to be asked
     score.py     refuse(args)                   why the task can't be run with these flags, or None
@@ -64,7 +65,7 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     """A task's examples, made where they are missing: the first --limit of a seeded shuffle, dealt over the task's
     groups (subjects, lengths, …). OSError or ValueError where the data can't be had."""
     if load_all := hook(task, "prepare", "load"):
-        return load_all(args.limit)
+        return load_all(args)
     file = EXAMPLES / task / "examples.jsonl"
     if not file.is_file() or not files.is_fresh(file.parent):
         hook(task, "prepare", "prepare")(file.parent)
@@ -306,7 +307,7 @@ def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     flag = parser.add_argument
-    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(report.TASKS)} (%(default)s)")
+    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(report.TASKS)}; FILE.jsonl (%(default)s)")
     flag("--limit", type=int, help="prompts a task, of hierarchy a set (default: all, of hierarchy 72, of shots24 36)")
     flag("--system", default="You are a helpful assistant.", help="for tasks without a system prompt (%(default)s)")
     flag("--max_new_tokens", type=int, help="tokens a reply may have (default: the benchmark's own)")
@@ -330,15 +331,17 @@ def read_flags() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1")
-    args.tasks = report.TASKS if args.tasks == "all" else args.tasks.replace(" ", "").split(",")
-    if unknown := [task for task in args.tasks if task not in report.TASKS]:
-        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(report.TASKS)}, or all")
+    named = [task for task in report.TASKS if task != "own"] if args.tasks == "all" else args.tasks.replace(", ", ",").split(",")
+    args.own = [Path(task) for task in named if task.endswith(".jsonl")]
+    args.tasks = list(dict.fromkeys("own" if task.endswith(".jsonl") else task for task in named))
+    if unknown := [task for task in args.tasks if task not in report.TASKS or (task == "own" and not args.own)]:
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(report.TASKS)}, all, or FILE.jsonl")
     return args
 
 
 def open_directory(args: argparse.Namespace, base: Path) -> None:
     """Makes --out, or goes on with the run of the same flags and weights that is there. ValueError if it holds another."""
-    free = ("tasks", "limit", "out", "rescore", "compare", "plot", "judge", "allow_code", "batch_tokens", "device")
+    free = ("tasks", "limit", "out", "rescore", "compare", "plot", "judge", "allow_code", "batch_tokens", "device", "own")
     flags = {k: v for k, v in vars(args).items() if k not in free}
     if args.adapter:
         flags["trained"] = adapter_info(args.adapter).get("flags")

@@ -413,7 +413,7 @@ def run(args: argparse.Namespace, rank: int, world: int) -> None:
             dist.barrier()  # now the other processes may start
     before = []
     if rank == 0 and args.ask != "none":
-        examples = hierarchy.load(args.eval_limit, hierarchy.TESTS if args.ask == "test" else hierarchy.VALS)
+        examples = hierarchy.examples(args.eval_limit, hierarchy.TESTS if args.ask == "test" else hierarchy.VALS)
         before = [{"when": "before", **row} for row in ask_base(model, tok, examples, path)]
 
     # what is trained

@@ -163,9 +163,9 @@ def corrected(task: str, rows: list[dict]) -> list[dict]:
     """The rows as today's examples have them, should gold data have been mended since; whose prompt is gone is left out."""
     module, file = import_module(f"data.{task}.prepare"), EXAMPLES / task / "examples.jsonl"
     made_up = hasattr(module, "spread") or hasattr(module, "finish")  # of other examples, or of none that is kept
-    if made_up or not (hasattr(module, "load") or file.is_file()):
+    if made_up or not (hasattr(module, "examples") or file.is_file()):
         return rows
-    examples = module.load(sys.maxsize) if hasattr(module, "load") else read_jsonl(file)
+    examples = module.examples(sys.maxsize) if hasattr(module, "examples") else read_jsonl(file)
     todays = {prompt_key(task, example): example for example in examples}
     found = [{**row, **todays[key]} for row in rows if (key := prompt_key(task, row)) in todays]
     if len(found) < len(rows):

@@ -14,7 +14,8 @@ from cal import attach, trainable
 from data import files
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.files import read_jsonl, write_jsonl
-from data.hierarchy.prepare import TESTS, load
+from data.hierarchy.prepare import TESTS
+from data.hierarchy.prepare import examples as load
 from data.report import compare, corrected, judge, load_runs, show, summarize
 from eval import ask, ask_base, divergence
 from model import Transformer
@@ -396,3 +397,52 @@ def test_nothing_to_compare_is_a_sentence(tmp_path):
 
 def test_a_set_without_right_answers_to_count_has_none():
     assert summarize([{"reply": "", "scores": {"right": None}}])["all"]["right"]["mean"] is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# prompts of one's own
+
+
+def write_own(file: Path, *records: object) -> Path:
+    write_jsonl(file, [r if isinstance(r, dict) else {"messages": [{"role": "user", "content": r}]} for r in records])
+    return file
+
+
+def test_prompts_of_ones_own_are_asked_kept_scored_and_rescored(tiny, tmp_path):
+    rule = [{"role": "system", "content": "Say maple."}, {"role": "user", "content": "Hi"}]
+    a = write_own(tmp_path / "a.jsonl", {"messages": rule, "expect": "."}, {"messages": rule[1:], "expect": "no such word"})
+    b = write_own(tmp_path / "b.jsonl", "Hello")
+    flags = ("--tasks", f"{a},{b}", "--max_new_tokens", 3, "--out", tmp_path / "o")
+    done = run("eval.py", "--base", tiny, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "| a | 2 | 50.0% (0 to 100) |" in done.stdout and "| b | 1 | – |" in done.stdout
+    assert [row["id"] for row in read_jsonl(tmp_path / "o" / "own.jsonl")] == ["a/0", "a/1", "b/0"]
+    assert run("eval.py", "--rescore", tmp_path / "o").stdout.strip() in done.stdout
+
+
+def test_runs_on_prompts_of_ones_own_are_compared(tiny, tmp_path):
+    record = {"messages": [{"role": "user", "content": "Hi"}], "expect": "."}
+    file = write_own(tmp_path / "mine.jsonl", record)
+    for name in ("x", "y"):
+        more = ("--max_new_tokens", 2 if name == "x" else 3, "--out", tmp_path / name)
+        assert run("eval.py", "--base", tiny, "--tasks", file, *more).returncode == 0
+    assert "| own | mine | expected | 1 |" in run("eval.py", "--compare", tmp_path / "x", tmp_path / "y").stdout
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"messages": []}, "the conversation is empty"),
+        ({"message": "Hi"}, "line 1 can't be asked"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "last message is not the user's"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "expect": "("}, "line 1 can't be asked"),
+    ],
+)
+def test_a_prompt_of_ones_own_that_can_not_be_asked_is_named(record, says, tiny, tmp_path):
+    done = run("eval.py", "--base", tiny, "--tasks", write_own(tmp_path / "x.jsonl", record))
+    assert done.returncode != 0 and says in done.stdout + done.stderr and "x.jsonl line 1" in done.stdout
+
+
+def test_a_file_of_prompts_that_is_missing_is_said(tiny, tmp_path):
+    done = run("eval.py", "--base", tiny, "--tasks", tmp_path / "none.jsonl")
+    assert done.returncode != 0 and "none.jsonl" in done.stdout

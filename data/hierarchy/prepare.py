@@ -235,14 +235,19 @@ def prepare_if_needed(folder: Path = HERE) -> None:
         prepare(folder, read_json(made).get("seed", 0) if made.is_file() else 0)
 
 
-def load(limit: int | None = None, sets: dict[str, int] = TESTS) -> list[dict]:
-    """What eval.py and train.py ask: the first prompts of each of the sets, {"set", "id", "messages", "family", …}."""
+def examples(limit: int | None = None, sets: dict[str, int] = TESTS) -> list[dict]:
+    """What is asked: the first prompts of each of the sets, {"set", "id", "messages", "family", …}."""
     prepare_if_needed()
     return [
         {"set": name, "id": f"{name}/{i}", **example}
         for name, n in sets.items()
         for i, example in enumerate(read_jsonl(HERE / f"{name}.jsonl")[: limit or n])
     ]
+
+
+def load(args: argparse.Namespace) -> list[dict]:
+    """What eval.py asks."""
+    return examples(args.limit)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def read_prompts(name: str, folder: Path) -> Iterator[list[str]]:
 
 def benchmark_grams(data: Path) -> tuple[np.ndarray, dict[str, str]]:
     """The sorted grams of all benchmarks, in the folders of `data`, and why some could not be read."""
-    names = sorted(file.parent.name for file in DATA.glob("*/score.py"))
-    names.remove("long_ifeval")  # its prompts are sys_ifeval's, and filler
+    # long_ifeval's prompts are sys_ifeval's, and filler; own's are nobody else's
+    names = sorted({file.parent.name for file in DATA.glob("*/score.py")} - {"long_ifeval", "own"})
     none = np.zeros(0, np.uint64)
     found, unchecked = [none], {}
     for name in tqdm(names, desc="benchmarks", leave=False):
