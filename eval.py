@@ -40,6 +40,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from cal import adapter_info, set_scale
@@ -47,7 +48,7 @@ from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.tokens import Conversations, collate, make_batches
-from model import CPU_AMX, Transformer
+from model import CPU_AMX, Cache, Transformer
 from sample import add_model_flags, load, prompt, stop_ids
 
 EXAMPLES = files.ROOT / "data"
@@ -136,8 +137,10 @@ def converse(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
 @torch.no_grad()
 def choose(model: Transformer, tok: Tokenizer, examples: list[dict], system: str) -> list[dict]:
     """The likeliest of each example's choices, single tokens, right after the opening of the assistant's reply:
-    {"reply", "log-likelihoods": in nats, by choice}."""
-    rows: list[dict] = [{"reply": None}] * len(examples)
+    {"reply", "log-likelihoods": in nats, by choice}. What all prompts begin with, five examples of MMLU, runs once."""
+    rows: list[dict] = [{"reply": None} for _ in examples]
+    device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
+    asked = []  # of those that fit: which example, its ids and its choices' tokens
     for i, example in enumerate(examples):
         ids, mask = prompt(tok, with_system(example["messages"], system))
         ids = torch.cat((ids, torch.tensor(tok.encode(example["opening"]))))
@@ -145,13 +148,24 @@ def choose(model: Transformer, tok: Tokenizer, examples: list[dict], system: str
         tokens = [tok.encode(choice) for choice in example["choices"]]
         if any(len(token) != 1 for token in tokens):
             raise ValueError(f"the tokenizer has no single token for one of {example['choices']}: take another model")
-        if len(ids) > model.config.max_positions:
-            continue
-        device = model.embed_tokens.weight.device
-        hidden = model(ids[None].to(device), mask[None].to(device))[0, -1]
-        likelihoods = model.logits(hidden).float().log_softmax(-1)[[token[0] for token in tokens]].tolist()
+        if len(ids) <= model.config.max_positions:
+            asked.append((i, ids, mask, [token for (token,) in tokens]))
+    if not asked:
+        return rows
+    shortest, first, of_first = min(len(ids) for _, ids, _, _ in asked), asked[0][1], asked[0][2]
+    shared = next((t for t in range(shortest - 1) if any(ids[t] != first[t] for _, ids, _, _ in asked)), shortest - 1)
+    if of_first[shared:].any():  # system prompts differ, and each must come whole with its first call
+        return [row for example in examples for row in choose(model, tok, [example], system)]
+    rest = pad_sequence([ids[shared:] for _, ids, _, _ in asked], batch_first=True).to(device)
+    cache = Cache(model.config, 1, shared + rest.shape[1], device, dtype)
+    model(first[None, :shared].to(device), of_first[None, :shared].to(device), cache)
+    cache.keep_rows(torch.zeros(len(asked), dtype=torch.long, device=device))  # once for each
+    hidden = model(rest, None, cache)
+    for row, (i, ids, _, tokens) in enumerate(asked):
+        logits = model.logits(hidden[row, len(ids) - shared - 1])
+        likelihoods = logits.float().log_softmax(-1)[tokens].tolist()
         best = max(range(len(tokens)), key=lambda c: likelihoods[c])
-        rows[i] = {"reply": example["choices"][best], "log-likelihoods": likelihoods}
+        rows[i] = {"reply": examples[i]["choices"][best], "log-likelihoods": likelihoods}
     return rows
 
 
@@ -185,7 +199,8 @@ def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
     lengths = [n * len(e.get("turns", [0])) for n, e in zip(lengths, examples)]  # our choice: they grow, turn by turn
-    order = sorted(range(len(examples)), key=lambda i: lengths[i])
+    # a subject's questions together: they share their beginning
+    order = sorted(range(len(examples)), key=lambda i: ("choices" in examples[i] and report.group_of(examples[i]), lengths[i]))
     with tqdm(total=len(examples), desc=bar, leave=False) as progress:
         while order:
             # the longest comes last, so it decides how many fit beside it

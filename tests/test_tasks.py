@@ -237,6 +237,36 @@ def test_the_log_likelihood_of_a_choice_is_that_of_its_token_after_the_prompt(ti
     assert row["reply"] == example["choices"][expected.index(max(expected))]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("system", ["", "You are a helpful assistant."])
+@pytest.mark.parametrize("method", ["none", "cal"])
+def test_choices_of_a_batch_have_the_log_likelihoods_that_each_has_alone(method, system, tiny):
+    """fp32, to 1e-4 nats: with a shared beginning of many tokens, of few, and a prompt that does not fit between."""
+    torch.manual_seed(0)
+    model, tok = attach(Transformer.from_pretrained(tiny), method), Tokenizer.from_pretrained(tiny)
+    for p in model.inserted.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    context, common = model.config.max_positions, "The following are questions about birds. " * 9
+    texts = [f"{common}Which?", f"{common}How many of them are there?", "word " * (context + 1), f"{common[:30]}What?"]
+    more = {"opening": "Answer:", "choices": [" A", " B", " C", " D"]}
+    examples = [{"messages": [{"role": "user", "content": text}], **more} for text in texts]
+    together = choose(model, tok, examples, system)
+    alone = [choose(model, tok, [example], system)[0] for example in examples]
+    assert together[2] == alone[2] == {"reply": None}
+    for ours, expected in zip(together[:2] + together[3:], alone[:2] + alone[3:], strict=True):
+        assert ours["log-likelihoods"] == pytest.approx(expected["log-likelihoods"], abs=1e-4)
+
+
+@torch.no_grad()
+def test_choices_under_different_system_prompts_are_those_of_each_alone(tiny):
+    model, tok = attach(Transformer.from_pretrained(tiny)), Tokenizer.from_pretrained(tiny)
+    for p in model.inserted.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    more = {"opening": "Answer:", "choices": [" A", " B"]}
+    examples = [{"messages": [{"role": "system", "content": s}, *HELLO], **more} for s in ("Be brief.", "Be kind and long.")]
+    assert choose(model, tok, examples, "") == [choose(model, tok, [example], "")[0] for example in examples]
+
+
 def test_prompts_beyond_the_context_are_left_out_counted_and_never_cut(tiny, tmp_path):
     context = Transformer.from_pretrained(tiny).config.max_positions
     long = [{"role": "user", "content": "word " * (context + 10)}]
