@@ -199,8 +199,9 @@ def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
     lengths = [n * len(e.get("turns", [0])) for n, e in zip(lengths, examples)]  # our choice: they grow, turn by turn
-    # a subject's questions together: they share their beginning
-    order = sorted(range(len(examples)), key=lambda i: ("choices" in examples[i] and report.group_of(examples[i]), lengths[i]))
+    # questions of one subject with choices stand together: they share their beginning
+    subjects = [report.group_of(e) if "choices" in e else "" for e in examples]
+    order = sorted(range(len(examples)), key=lambda i: (subjects[i], lengths[i]))
     with tqdm(total=len(examples), desc=bar, leave=False) as progress:
         while order:
             # the longest comes last, so it decides how many fit beside it
@@ -322,7 +323,8 @@ def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     flag = parser.add_argument
-    flag("--tasks", default="hierarchy", help=f"with commas, or all: {', '.join(report.TASKS)}; FILE.jsonl (%(default)s)")
+    known = ", ".join(task for task in report.TASKS if task != "own")
+    flag("--tasks", default="hierarchy", help=f"with commas, of {known}; or all; or FILE.jsonl (%(default)s)")
     flag("--limit", type=int, help="prompts a task, of hierarchy a set (default: all, of hierarchy 72, of shots24 36)")
     flag("--system", default="You are a helpful assistant.", help="for tasks without a system prompt (%(default)s)")
     flag("--max_new_tokens", type=int, help="tokens a reply may have (default: the benchmark's own)")
@@ -346,7 +348,7 @@ def read_flags() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1")
-    named = [task for task in report.TASKS if task != "own"] if args.tasks == "all" else args.tasks.replace(", ", ",").split(",")
+    named = (known if args.tasks == "all" else args.tasks).replace(", ", ",").split(",")
     args.own = [Path(task) for task in named if task.endswith(".jsonl")]
     args.tasks = list(dict.fromkeys("own" if task.endswith(".jsonl") else task for task in named))
     if unknown := [task for task in args.tasks if task not in report.TASKS or (task == "own" and not args.own)]:

@@ -169,7 +169,8 @@ def corrected(task: str, rows: list[dict]) -> list[dict]:
     todays = {prompt_key(task, example): example for example in examples}
     found = [{**row, **todays[key]} for row in rows if (key := prompt_key(task, row)) in todays]
     if len(found) < len(rows):
-        print(f"{task}: {len(rows) - len(found)} of {len(rows)} replies are to prompts that are gone: left out", file=sys.stderr)
+        gone = f"{len(rows) - len(found)} of {len(rows)} replies are to prompts that are gone"
+        print(f"{task}: {gone}: left out", file=sys.stderr)
     return found
 
 

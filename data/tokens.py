@@ -5,7 +5,6 @@ conversations one after the other, offsets.bin (int64: where each begins, and th
 """
 
 import hashlib
-import json
 import os
 import random
 import shutil

@@ -15,7 +15,6 @@ in checkpoints/, else random ones of its shape. It ends with status 1 if a part 
 import argparse
 import copy
 import gc
-import json
 import os
 import subprocess
 import sys

@@ -26,12 +26,11 @@ def test_a_part_that_fails_is_said_and_ends_no_other(tmp_path, monkeypatch, caps
     monkeypatch.setattr(gpu, "bf16_error", lambda device: 1 / 0)
     flags = ["gpu", "--device", "cpu", "--steps", "2", "--json", str(tmp_path / "gpu.json")]
     monkeypatch.setattr(sys, "argv", flags)
-    with pytest.raises(SystemExit, match="gradient failed: ZeroDivisionError"):
-        with monkeypatch.context() as patch:
-            patch.setattr(gpu, "scripts", lambda device, steps: {"faults": []})
-            patch.setattr(gpu, "training", lambda device, steps: {"faults": []})
-            gpu.scripts.__name__, gpu.training.__name__ = "scripts", "training"
-            gpu.main()
+    with pytest.raises(SystemExit, match="gradient failed: ZeroDivisionError"), monkeypatch.context() as patch:
+        patch.setattr(gpu, "scripts", lambda device, steps: {"faults": []})
+        patch.setattr(gpu, "training", lambda device, steps: {"faults": []})
+        gpu.scripts.__name__, gpu.training.__name__ = "scripts", "training"
+        gpu.main()
     assert read_json(tmp_path / "gpu.json")["replies"]["different"] == 0
 
 

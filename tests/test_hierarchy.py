@@ -17,7 +17,17 @@ from data.files import is_fresh
 from data.hierarchy import prepare as module
 from data.hierarchy.ask import keep
 from data.hierarchy.prepare import SETS, VALS, compose, make_pools, make_sets, prepare, prepare_if_needed, rows
-from data.hierarchy.score import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, VAL_FAMILIES, first_sentence, follows, obey, plain, right
+from data.hierarchy.score import (
+    FAMILIES,
+    HELD_OUT_FAMILIES,
+    TRAIN_FAMILIES,
+    VAL_FAMILIES,
+    first_sentence,
+    follows,
+    obey,
+    plain,
+    right,
+)
 
 # family: (parameter, replies that keep the rule, replies that break it). The failing ones are, as far as the form has
 # such a thing: the plain answer, another parameter, the wrong case, the parameter inside another word, a missing or

@@ -1,8 +1,8 @@
 """InjecAgent: the official verdicts, the prompt to the character, and the second step of data stealing."""
 
-import ast
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,16 +65,14 @@ def test_a_reply_gets_the_verdict_of_its_case(reply, expected):
 
 
 def test_there_are_all_published_cases(examples):
-    counts = {(kind, setting): 0 for kind in ("direct harm", "data stealing") for setting in ("base", "enhanced")}
-    for example in examples:
-        counts[example["kind"], example["group"]] += 1
+    counts = Counter((example["kind"], example["group"]) for example in examples)
     assert list(counts.values()) == [510, 510, 544, 544] and len({e["id"] for e in examples}) == 2108
 
 
 def test_a_prompt_is_to_the_character_what_the_official_text_gives(shared, examples):
     """The benchmark's own text, as Python reads it, filled in by str.format with what its paper's code fills in."""
     source, texts = (shared / "mirror" / RAW / "src/prompts/agent_prompts.py").read_text(), {}
-    exec(compile(ast.parse(source), "prompts", "exec"), texts)  # the test runs it; nanoCAL only reads it
+    exec(source, texts)  # noqa: S102, the test runs it; nanoCAL only reads it
     system, user = texts["PROMPT_DICT"]["InjecAgent"]
     case = json.loads((shared / "mirror" / RAW / "data/test_cases_ds_base.json").read_text())[7]
     kits = json.loads((shared / "mirror" / RAW / "data/tools.json").read_text())

@@ -12,7 +12,7 @@ import torch
 
 from data import tokens
 from data.chat import Tokenizer, render
-from data.tokens import Conversation, Conversations, collate, remembered
+from data.tokens import Conversation, Conversations, remembered
 from tests.small import ROOT, TURNS, write_data
 
 

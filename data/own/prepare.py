@@ -1,6 +1,7 @@
-"""Prompts of your own: `eval.py --tasks FILE.jsonl`, a conversation a line, {"messages": [{"role": …, "content": …}, …]}.
+"""Prompts of your own: `eval.py --tasks FILE.jsonl`.
 
-The last message is the user's. Beside "messages" may stand "expect": a regular expression that a good reply contains.
+A line is a conversation that ends with the user, {"messages": [{"role": …, "content": …}, …]}. Beside "messages" may stand
+"expect": a regular expression that a good reply contains.
 """
 
 import argparse

@@ -13,7 +13,6 @@ what repeats another conversation, or 13 words of a benchmark's prompts (long_if
 import argparse
 import errno
 import json
-import os
 import random
 import re
 import sys
