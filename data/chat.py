@@ -2,6 +2,8 @@
 
 The roles say who speaks: the loss is where ASSISTANT is, the anchor is where SYSTEM is. Nobody may forge them: ids are
 built piece by piece from `messages`, content is encoded as plain text whatever it spells, nothing is parsed back.
+
+    python -m data.chat --system "Start every reply with [maple]." --user "Hi"      what the model is told, and who sees whom
 """
 
 import base64
@@ -312,3 +314,48 @@ def llama3_pieces(tok: Tokenizer, messages: list[dict], add_generation_prompt: b
     if add_generation_prompt:
         pieces.append((header("assistant"), TEMPLATE))
     return pieces
+
+
+# --- to look at it ----------------------------------------------------------------------------------------------------
+
+NAMES = {TEMPLATE: "template", SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
+COLORS = {TEMPLATE: 90, SYSTEM: 35, USER: 36, ASSISTANT: 32}  # of a terminal: gray, magenta, cyan, green
+
+
+def picture(tok: Tokenizer, ids: list[int], roles: list[int], color: bool) -> str:
+    """A line for each run of tokens of one role: whose it is, and its text."""
+    lines = []
+    for role, run in itertools.groupby(zip(ids, roles), key=lambda pair: pair[1]):
+        line = f"{NAMES[role]:<11}{tok.decode([i for i, _ in run])!r}"
+        lines.append(f"\x1b[{COLORS[role]}m{line}\x1b[0m" if color else line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import argparse
+    import sys
+
+    import torch
+
+    from cal import attention_mask  # data/ knows no model; this program shows what one is told
+    from data.download import SMOLLM2, checkpoint
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default=SMOLLM2, help="whose tokenizer and chat format (%(default)s)")
+    parser.add_argument("--system", help="the system prompt")
+    parser.add_argument("--user", default="Hi", help="the user's message (%(default)s)")
+    parser.add_argument("--messages", type=Path, help='instead: a JSON file, {"messages": [{"role": …, "content": …}, …]}')
+    args = parser.parse_args()
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages = [*system, {"role": "user", "content": args.user}]
+    try:
+        messages = read_json(args.messages)["messages"] if args.messages else messages
+        tok = Tokenizer.from_pretrained(checkpoint(args.base))
+        ids, roles = render(tok, messages, add_generation_prompt=messages[-1]["role"] == "user")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        sys.exit(f"data.chat: {error}")
+    print(picture(tok, ids, roles, sys.stdout.isatty()))
+    positions, mask = attention_mask(torch.tensor([roles]) == SYSTEM)  # (1, S), (1, T, S)
+    print(f"\nwho sees whom: a row for each of {len(ids)} tokens, a column for each of {positions.shape[1]} of the system's\n")
+    for i, row in zip(ids, mask[0].int().tolist()):
+        print("".join(map(str, row)), repr(tok.decode([i])))

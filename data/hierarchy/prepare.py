@@ -25,8 +25,8 @@ MOST_TURNS = 24  # earlier turns of a test conversation, each with a question of
 PLAIN_SHARE = 0.11  # training conversations without a rule: what is plain has to stay plain
 COMPOSED_SHARE = 0.6  # our choice: of those with one, how many have a rule that is put together by chance
 
-# Composed rules: a mark {m} = {o}{p}{c} in a place beside the answer, or {o} and {c} around it or around both. With the two dozen forms
-# of TRAIN_FAMILIES alone these are learned by heart; with thousands, so is copying whatever form the system prompt shows.
+# Composed rules: a mark {m} = {o}{p}{c} in a place beside the answer, or {o} and {c} around it or around both. The two
+# dozen forms of TRAIN_FAMILIES alone are learned by heart; with thousands, so is copying what the system prompt shows.
 PLACES = {
     "before": ("{m} {a}",),
     "after": ("{a} {m}",),
