@@ -20,7 +20,7 @@ def put(tmp_path: Path, url: str, content: str) -> None:
 def no_network(tmp_path, monkeypatch):
     """What the mirror lacks can't be had."""
 
-    def fetch(url, part, head):
+    def fetch(url, part):
         raise ConnectionError(f"{url} can't be downloaded")
 
     monkeypatch.setattr("data.download.fetch", fetch)
