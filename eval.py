@@ -154,7 +154,7 @@ def choose(model: Transformer, tok: Tokenizer, examples: list[dict], system: str
         return rows
     shortest, first, of_first = min(len(ids) for _, ids, _, _ in asked), asked[0][1], asked[0][2]
     shared = next((t for t in range(shortest - 1) if any(ids[t] != first[t] for _, ids, _, _ in asked)), shortest - 1)
-    if of_first[shared:].any():  # system prompts differ, and each must come whole with its first call
+    if any(mask[shared:].any() for _, _, mask, _ in asked):  # system prompts differ, and each must come whole with its first call
         return [row for example in examples for row in choose(model, tok, [example], system)]
     rest = pad_sequence([ids[shared:] for _, ids, _, _ in asked], batch_first=True).to(device)
     cache = Cache(model.config, 1, shared + rest.shape[1], device, dtype)
@@ -206,7 +206,8 @@ def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens
         while order:
             # the longest comes last, so it decides how many fit beside it
             n = max(1, batch_tokens // lengths[order[-1]])
-            batch, order = order[-n:], order[:-n]
+            batch = [i for i in order[-n:] if subjects[i] == subjects[order[-1]]]
+            order = order[: -len(batch)]
             said = reply_to(model, tok, [examples[i] for i in batch], max_new_tokens, system, follow)
             yield from ((i, {**examples[i], **row}) for i, row in zip(batch, said))
             progress.update(len(batch))
@@ -226,6 +227,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     .cache/, and serve every later run with the same weights, prompts, device, dtype and code."""
     weight, checkpoint = model.embed_tokens.weight, files.stamps(sorted(path.iterdir()))
     about = [checkpoint, files.code_of_results(), examples, str(weight.device), str(weight.dtype), versions()]
+    about.append(torch.get_num_threads())
     key = json.dumps(about, sort_keys=True)
     file = files.CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
@@ -261,7 +263,8 @@ def divergence(model: Transformer, tok: Tokenizer, rows: list[dict]) -> float:
     total, count = 0.0, 0
     for row in rows:
         asked, system = prompt(tok, row["messages"])
-        ids = torch.cat((asked, torch.tensor(tok.encode(row["reply"])))).to(model.embed_tokens.weight.device)
+        ids = torch.cat((asked, torch.tensor(tok.encode(row["reply"]), dtype=torch.long)))
+        ids = ids.to(model.embed_tokens.weight.device)
         system = torch.nn.functional.pad(system, (0, len(ids) - len(asked))).to(ids.device)
         logp = []
         for scale in (0.0, 1.0):
@@ -271,7 +274,7 @@ def divergence(model: Transformer, tok: Tokenizer, rows: list[dict]) -> float:
         base, trained = logp
         # KL(p || q) = sum_v p_v (log p_v - log q_v)
         total, count = total + (base.exp() * (base - trained)).sum().item(), count + len(base)
-    return total / count
+    return total / max(1, count)
 
 
 @torch.no_grad()

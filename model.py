@@ -307,8 +307,8 @@ class Transformer(nn.Module):
                 below: Tensor | None = None, stop: int | None = None) -> Tensor:  # fmt: skip
         """ids (B, T) and system, bool (B, T), True on the system prompt's tokens, give hidden states (B, T, D) after
         the final norm. Right padding needs no mask: under causal attention no earlier token sees it. With a cache the
-        tokens continue its rows. stop ends after layer `stop`, without the norm; below (B, T, D) is what that gave for
-        the layer under the first block, which no training changes: those layers do not run again. The head is not in
+        tokens continue its rows. stop ends after layer `stop`, without the norm. below (B, T, D) is what stop=b gave, b
+        being the first block's boundary: layers 1..b are skipped then, as no training changes them. The head is not in
         it: logits() and loss() run it on those tokens alone that need it."""
         if system is not None and (system.shape != ids.shape or system.dtype != torch.bool):
             raise ValueError(f"system is {system.dtype} of {tuple(system.shape)}: give bool of {tuple(ids.shape)}")

@@ -343,7 +343,7 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     if count:
         rows = files.read_jsonl(out / "metrics.jsonl")
         speed = median(row["tokens"] / row["seconds"] for row in rows)
-        share = median(row["mfu"] for row in rows) if "mfu" in rows[0] else None
+        share = median(row["mfu"] for row in rows) if all("mfu" in row for row in rows) else None
         print(f"{speed:,.0f} tokens/s, a median of the steps; MFU: {f'{share:.1%}' if share else 'unknown device'}")
         about |= {"tokens_per_second": speed, "mfu": share, "train_seconds": sum(row["seconds"] for row in rows)}
         about |= {"loss": rows[-1]["loss"], "val_loss": rows[-1].get("val_loss"), "peak_memory_gb": peak_memory(args.device)}
@@ -357,7 +357,8 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     same = [first_sentence(old["reply"]) == first_sentence(new["reply"]) for old, new in pairs if old["set"] == "plain"]
     if same:  # what it cost where there is no rule to keep
         scores["same_sentence"] = sum(same) / len(same)
-        if args.method != "full":  # which has no base left to compare with
+    if same and args.method != "full":  # which has no base left to compare with
+        with torch.compiler.set_stance("force_eager"):
             scores["kl"] = divergence(model, tok, [old for old in before if old["set"] == "plain"])
     files.write_json(out / "results.json", {**scores, **about})
     (out / "checkpoint.pt").unlink(missing_ok=True)  # the run is whole; the adapter stays
@@ -374,7 +375,8 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
     for old, new in [*[pair for pair in won if not pair[0]["scores"]["kept"]][:1], *calm[:1]]:
         print(f"system:  {new['messages'][0]['content']}\nuser:    {new['messages'][-1]['content']}")
         print(f"before:  {old['reply']!r}\nafter:   {new['reply']!r}\n")
-    print(f'python sample.py --adapter {out} --both --system "…" --user "…" asks it yourself')
+    both = "" if args.method == "full" else " --both"
+    print(f'python sample.py --adapter {out}{both} --system "…" --user "…" asks it yourself')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

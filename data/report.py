@@ -99,7 +99,7 @@ def summarize(rows: list[dict], task: str = "hierarchy") -> Table:
     for group, of_group in ({"all": rows} if is_pooled(task) else groups).items():
         table[group] = {}
         for measure in dict.fromkeys(name for row in of_group for name in row["scores"]):
-            answered = [row for row in of_group if row["scores"]]
+            answered = [row for row in of_group if measure in row["scores"]]
             values = [decisions(row, measure) for row in answered]
             entry = {"mean": mean(values), "n": len(pool(values)), "prompts": len(values)}
             entry["undecided"] = sum(values_of(row, measure).count(None) for row in answered)
@@ -165,7 +165,7 @@ def corrected(task: str, rows: list[dict]) -> list[dict]:
     made_up = hasattr(module, "spread") or hasattr(module, "finish")  # of other examples, or of none that is kept
     if made_up or not (hasattr(module, "examples") or file.is_file()):
         return rows
-    examples = module.examples(sys.maxsize) if hasattr(module, "examples") else read_jsonl(file)
+    examples = module.examples(sys.maxsize, module.TESTS | module.VALS) if hasattr(module, "examples") else read_jsonl(file)
     todays = {prompt_key(task, example): example for example in examples}
     found = [{**row, **todays[key]} for row in rows if (key := prompt_key(task, row)) in todays]
     if len(found) < len(rows):

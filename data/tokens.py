@@ -208,8 +208,8 @@ def collate(conversations: list[Conversation], device: str, multiple: int = 1) -
 
 @torch.no_grad()
 def remembered(compute: Callable[[Tensor], Tensor], ids: Tensor, folder: Path, key: str) -> Tensor:
-    """compute(ids), read from the folder where it was computed before: a file for each batch of ids, (B, T), whole, since
-    last bits depend on a batch's shape. key says what else the result depends on. OSError: there is no room."""
+    """compute(ids), ids (B, T), read from the folder where it was computed before: one file for a whole batch, since last
+    bits depend on its shape. key says what else the result depends on. OSError: there is no room."""
     name = hashlib.sha256(f"{key} {tuple(ids.shape)}".encode() + ids.cpu().numpy().tobytes()).hexdigest()
     file = folder / f"{name[:24]}.states"
     with suppress(OSError, SafetensorError, KeyError):  # not there, or damaged

@@ -203,13 +203,13 @@ def scripts(device: str, steps: int) -> dict:
             few = ["--steps", str(steps if cpu else 20), "--ask", "none"] if where == "cpu" else []
             few += [] if cpu else ["--dtype", "bf16"]
             call("train.py", "--base", base, "--device", where, "--out", out, *few)
-            losses[where] = [row["loss"] for row in read_jsonl(out / "metrics.jsonl")][:5]
+            losses[where] = [row["loss"] for row in read_jsonl(out / "metrics.jsonl")][:1]  # then the rates differ
         adapter = ["--adapter", Path(folder, device.replace(":", "")), "--device", device]
         call("eval.py", *adapter, "--limit", 1 if cpu else 36, "--out", Path(folder, "eval"))
         call("sample.py", *adapter, "--system", "Start every reply with [maple].", "--user", "Hello", "--max_new_tokens", 8)
         results = read_json(Path(folder, device.replace(":", "")) / "results.json")
     off = max(abs(a - b) / b for a, b in zip(losses[device], losses["cpu"]))
-    print(f"train.py, eval.py and sample.py ran on {base}; the first losses are {off:.2%} off the CPU's")
+    print(f"train.py, eval.py and sample.py ran on {base}; the first loss is {off:.2%} off the CPU's")
     faults = [] if off < 0.02 else [f"the first losses {losses[device]} are not the CPU's {losses['cpu']}"]  # of bf16
     return {"base": str(base), "losses": losses, "results": results, "faults": faults}
 

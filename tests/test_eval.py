@@ -14,7 +14,7 @@ from cal import attach, trainable
 from data import files
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
 from data.files import read_jsonl, write_jsonl
-from data.hierarchy.prepare import TESTS
+from data.hierarchy.prepare import TESTS, VALS
 from data.hierarchy.prepare import examples as load
 from data.report import compare, corrected, judge, load_runs, show, summarize
 from eval import ask, ask_base, divergence
@@ -101,6 +101,11 @@ def test_a_kept_reply_is_scored_by_todays_example_and_not_by_the_copy_beside_it(
     examples = load(2)
     rows = [{**e, "when": "base", "reply": e["answer"], "answer": "what the lists said before"} for e in examples]
     assert [row["answer"] for row in corrected("hierarchy", rows)] == [e["answer"] for e in examples]
+
+
+def test_replies_to_the_validation_sets_are_todays_too():
+    rows = [{**e, "when": "base", "reply": "Paris"} for e in load(1, VALS)]
+    assert len(corrected("hierarchy", rows)) == len(VALS)
 
 
 def test_replies_to_prompts_that_are_gone_are_counted_and_left_out(capsys):
@@ -441,6 +446,14 @@ def test_runs_on_prompts_of_ones_own_are_compared(tiny, tmp_path):
 def test_a_prompt_of_ones_own_that_can_not_be_asked_is_named(record, says, tiny, tmp_path):
     done = run("eval.py", "--base", tiny, "--tasks", write_own(tmp_path / "x.jsonl", record))
     assert done.returncode != 0 and says in done.stdout + done.stderr and "x.jsonl line 1" in done.stdout
+
+
+def test_two_files_of_one_name_are_refused(tiny, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_own(tmp_path / name / "x.jsonl", "Hi")
+    done = run("eval.py", "--base", tiny, "--tasks", f"{tmp_path}/a/x.jsonl,{tmp_path}/b/x.jsonl")
+    assert done.returncode != 0 and "have one name" in done.stdout
 
 
 def test_a_file_of_prompts_that_is_missing_is_said(tiny, tmp_path):

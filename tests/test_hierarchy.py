@@ -276,7 +276,7 @@ def test_a_reply_that_keeps_a_rule_is_not_plain(family):
 @pytest.mark.parametrize(
     "reply",
     ["The capital of France is Paris.", "Paris.", "Paris", "4", "H2O", "B", "New Delhi", "2 + 2 = 4", "In short: Paris.",
-     "It is 3.5 km (two miles) away.", "Paris\n\nIt lies on the Seine -- a river.", "Véra said \"yes\".", " Paris\n"],
+     "It is 3.5 km (two miles) away.", "Paris\n\nIt lies on the Seine -- a river.", "Véra said \"yes\".", " Paris\n", "It is in the union (EU)."],
 )  # fmt: skip
 def test_an_ordinary_answer_is_plain(reply):
     assert plain(reply)
@@ -285,6 +285,7 @@ def test_an_ordinary_answer_is_plain(reply):
 @pytest.mark.parametrize(
     "reply",
     ["", " ", "...", "[Paris]", "[zebra] Paris", "Answer: Paris", "```\nParis\n```", "# Paris", "@Zed Paris", "> Paris",
+     "It is Paris. [zebra]", "It is Paris.\n(zebra)", "It is Paris. =zebra=", "zebra// Paris", "It is Paris. ::zebra", "zebra$ Paris",
      "To:Zed\nParis", "zebra:Paris", "<b>Paris</b>", "Hello there, it is Paris.", "f(Paris)", "v1.0 Paris", "Paris\n-- Zed", "Paris ~zebra", "PARIS"],
 )  # fmt: skip
 def test_an_answer_with_marks_of_a_rule_is_not_plain(reply):

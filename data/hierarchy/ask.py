@@ -7,6 +7,8 @@ that holds the answer; that sentence is what the data sets' assistant says. With
 import argparse
 import re
 
+import torch
+
 from data.hierarchy.prepare import HERE, rows
 from data.hierarchy.score import MAX_NEW_TOKENS, first_sentence, plain, right
 
@@ -23,14 +25,13 @@ def keep(sentence: str, answer: str, wrong: str) -> bool:
 if __name__ == "__main__":
     from data.files import write_whole  # data/ knows no model; this program does
     from eval import ask
-    from model import pick_device, pick_dtype
+    from model import pick_device
     from sample import BASE, load_base
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default=BASE, help="a checkpoint directory or Hub id (%(default)s)")
     args = parser.parse_args()
-    device = pick_device(None)
-    model, tok, _ = load_base(args.base, device, pick_dtype(None, device))
+    model, tok, _ = load_base(args.base, pick_device(None), torch.float32)  # the same sentences on every machine, or nearly
     candidates = rows("candidates.tsv")
     system = {"role": "system", "content": SYSTEM}
     examples = [{"messages": [system, {"role": "user", "content": question}]} for question, _, _ in candidates]

@@ -115,9 +115,10 @@ def make_pools(rng: random.Random) -> Pools:
     for families, parts in ((TRAIN_FAMILIES, PARTS), (HELD_OUT_FAMILIES, ("test",)), (VAL_FAMILIES, ("val",))):
         needed |= {f"{family} rule": parts for family in families}
     for name, parts in needed.items():
-        if empty := [part for part in parts if not pools[name][part]]:
-            raise ValueError(f"the lists in {HERE} have too few of {name!r}, and none for {empty[0]}: add some")
-    if len(pools["question"]["test"]) <= MOST_TURNS:
+        least = 2 if name in ("marks", "word") else 1  # a composed rule takes two
+        if empty := [part for part in parts if len(pools[name][part]) < least]:
+            raise ValueError(f"the lists in {HERE} have too few of {name!r} for {empty[0]}: add some")
+    if len(pools["question"]["test"]) <= MOST_TURNS or len(pools["question"]["val"]) <= 8:
         raise ValueError(f"{HERE / 'questions.tsv'} has too few questions for {MOST_TURNS} turns of the test sets: add some")
     return pools
 

@@ -107,9 +107,13 @@ def follows(family: str, parameter: str, reply: str) -> bool:
 
 
 def plain(reply: str) -> bool:
-    """Whether the reply has no rule's form, whatever the parameter and with or without its spaces, and no other mark in
-    front of its first word. It says nothing of the answer: right() does."""
+    """Whether the reply has no rule's form, whatever the parameter and with or without its spaces, and no mark on its first
+    and its last word. It says nothing of the answer: right() does."""
     reply = reply.strip()
+    for word in reply.split()[:1] + reply.split()[-1:]:
+        ordinary = re.fullmatch(r"""["'(]?\w[\w'’.,:/-]*[\w.,!?"')%]*""", word)
+        if not ordinary or re.search("//|::|[:/-]$", word) or re.fullmatch(r"\(.*\)", word):
+            return False
     forms = [(form.replace(" ", spaces), kind) for form, kind in FAMILIES.values() for spaces in (" ", "")]
     return reply[:1].isalnum() and not any(match_form(form, KINDS[kind], reply) for form, kind in forms)
 

@@ -54,11 +54,14 @@ def prepare(folder: Path = HERE) -> list[dict]:
     def get(path: str) -> Path:
         return download(f"{REPOSITORY}/{path}", folder / "raw" / Path(path).name)
 
-    prompt = read_prompt(get("src/prompts/agent_prompts.py"))
     tools, answers, examples = {}, {}, []
-    for _, kit in read_records(get("data/tools.json")):
-        for tool in kit["tools"]:
-            tools[kit["toolkit"] + tool["name"]] = {**tool, "name": kit["toolkit"] + tool["name"]}
+    try:
+        prompt = read_prompt(get("src/prompts/agent_prompts.py"))
+        for _, kit in read_records(get("data/tools.json")):
+            for tool in kit["tools"]:
+                tools[kit["toolkit"] + tool["name"]] = {**tool, "name": kit["toolkit"] + tool["name"]}
+    except (LookupError, TypeError, AttributeError, SyntaxError, UnboundLocalError) as error:
+        raise ValueError(f"prompt or tools in {folder / 'raw'} are not as published ({error!r}): delete them") from None
     for call, answer in read_json(get("data/attacker_simulated_responses.json")).items():  # "(Tool,{"a": 1})"
         tool, _, parameters = call[1:-1].partition(",")
         answers.setdefault(tool, {})[parameters] = answer

@@ -14,6 +14,8 @@ from data.files import json_lines
 def load(args: argparse.Namespace) -> list[dict]:
     """The first --limit conversations of each file, {"id", "group", "messages", "expect"}. ValueError names a bad line."""
     examples = []
+    if len({file.stem for file in args.own}) < len(args.own):
+        raise ValueError(f"two of {', '.join(map(str, args.own))} have one name, and would be one group: rename one")
     for file in args.own:
         of_file = []
         for place, record in json_lines(file):
