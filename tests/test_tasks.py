@@ -600,7 +600,8 @@ def test_mmlus_log_likelihoods_on_the_real_smollm2_are_those_of_transformers(exa
     args = SimpleNamespace(limit=30, seed=0)
     chosen = eval.load_examples("mmlu", args, tok)
     assert len({e["group"] for e in chosen}) == 30
-    for example, row in zip(chosen, choose(model, tok, chosen, "You are a helpful assistant."), strict=True):
+    rows = [row for i in range(0, 30, 3) for row in choose(model, tok, chosen[i : i + 3], "You are a helpful assistant.")]
+    for example, row in zip(chosen, rows, strict=True):
         system, user = "You are a helpful assistant.", example["messages"][0]["content"]
         text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
         ids = their_tok(f"{text}<|im_start|>assistant\nAnswer:", return_tensors="pt", add_special_tokens=False).input_ids
