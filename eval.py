@@ -47,6 +47,7 @@ from cal import adapter_info, set_scale
 from data import files, report
 from data.chat import Tokenizer
 from data.download import weights_source
+from data.hierarchy.score import MAX_NEW_TOKENS
 from data.tokens import Conversations, collate, make_batches
 from model import CPU_AMX, Cache, Transformer
 from sample import add_model_flags, load, prompt, stop_ids
@@ -154,7 +155,7 @@ def choose(model: Transformer, tok: Tokenizer, examples: list[dict], system: str
         return rows
     shortest, first, of_first = min(len(ids) for _, ids, _, _ in asked), asked[0][1], asked[0][2]
     shared = next((t for t in range(shortest - 1) if any(ids[t] != first[t] for _, ids, _, _ in asked)), shortest - 1)
-    if any(mask[shared:].any() for _, _, mask, _ in asked):  # system prompts differ, and each must come whole with its first call
+    if any(mask[shared:].any() for _, _, mask, _ in asked):  # system prompts differ: each comes whole with its first call
         return [row for example in examples for row in choose(model, tok, [example], system)]
     rest = pad_sequence([ids[shared:] for _, ids, _, _ in asked], batch_first=True).to(device)
     cache = Cache(model.config, 1, shared + rest.shape[1], device, dtype)
@@ -193,8 +194,8 @@ def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
     return [{"reply": r if "asks" in e else r[0]} for e, r in zip(examples, replies)]
 
 
-def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = 48, batch_tokens: int = 4096,
-        system: str = "", bar: str = "replies", follow: Callable | None = None) -> Iterator[tuple[int, dict]]:  # fmt: skip
+def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = MAX_NEW_TOKENS,
+        batch_tokens: int = 4096, system: str = "", bar: str = "replies", follow: Callable | None = None) -> Iterator[tuple[int, dict]]:  # fmt: skip
     """Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]

@@ -21,6 +21,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -257,6 +259,15 @@ def sum_over_processes(parameters: list[torch.nn.Parameter], numbers: list[float
     return numbers.tolist()
 
 
+def prefix_on_disk(args: argparse.Namespace, model: Transformer, folder: Path, path: Path) -> Callable[[Tensor], Tensor]:
+    """A function from ids (B, T) to what the layers below the first block make of them, which it keeps in the folder."""
+    under_blocks = partial(model, stop=min(map(int, model.inserted)))
+    # beside the batch it depends on the weights, the code, where the first block stands, and the machine
+    key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), list(model.inserted)]
+    key = json.dumps([*key, args.compile, args.dtype, args.device, torch.get_num_threads(), versions()])
+    return lambda ids: remembered(under_blocks, ids, folder, key)
+
+
 def train(args: argparse.Namespace, model: Transformer, data: Conversations, validation: Conversations | None,
           path: Path, rank: int, world: int) -> None:  # fmt: skip
     """The steps: each is a line in metrics.jsonl, every --save_every-th one a checkpoint."""
@@ -270,10 +281,7 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
     if args.resume and rank == 0:
         print(f"going on after step {first}" if first else f"{args.out} has no checkpoint: the run starts at its beginning")
     batches = make_batches(data.lengths, args.batch_tokens, args.seed)
-    under_blocks = partial(model, stop=min(map(int, model.inserted), default=None))
-    # what it gives depends on all of this, beside the batch
-    key = [files.stamps(sorted(path.iterdir())), files.file_hash(files.ROOT / "model.py"), list(model.inserted)]
-    key = json.dumps([*key, args.compile, args.dtype, device, torch.get_num_threads(), versions()])
+    prefix = prefix_on_disk(args, model, data.folder, path) if args.cache_prefix else None
     if args.grad_checkpoint:  # less memory, more time (arXiv 1604.06174)
         model.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     multiple = 1
@@ -281,8 +289,12 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
         compile_layers(model)
         multiple = 64  # lengths that suit the GPU
     asked: list[bool] = []  # Ctrl-C ends the step first; a second one does not wait
-    second = signal.default_int_handler
-    signal.signal(signal.SIGINT, lambda *_: asked.append(True) or signal.signal(signal.SIGINT, second))
+
+    def stop(*_: object) -> None:
+        asked.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, stop)
     reset_peak_memory(device)
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, desc="train", disable=rank > 0)
     with files.keep_lines(args.out / "metrics.jsonl", first) if rank == 0 else open(os.devnull, "w") as metrics:
@@ -296,7 +308,7 @@ def train(args: argparse.Namespace, model: Transformer, data: Conversations, val
             n, total = sum(data.learned[i] for batch in chosen for i in batch), 0.0
             for batch in chosen[rank::world]:
                 ids, system, targets = collate([data[i] for i in batch], device, multiple)
-                below = remembered(under_blocks, ids, data.folder, key) if args.cache_prefix else None
+                below = prefix(ids) if prefix else None
                 loss, _ = model.loss(model(ids, system, below=below), targets)
                 (loss / n).backward()
                 total += loss.item()
