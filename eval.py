@@ -195,7 +195,8 @@ def reply_to(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_t
 
 
 def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens: int = MAX_NEW_TOKENS,
-        batch_tokens: int = 4096, system: str = "", bar: str = "replies", follow: Callable | None = None) -> Iterator[tuple[int, dict]]:  # fmt: skip
+        batch_tokens: int = 4096, system: str = "", bar: str = "replies",
+        follow: Callable | None = None) -> Iterator[tuple[int, dict]]:  # fmt: skip
     """Greedy replies to all examples, in batches of similar length that hold at most batch_tokens prompt tokens. Yields
     (index, example with its reply), batch by batch; whatever the batches, in fp32 the replies are the same."""
     lengths = [sum(len(prompt(tok, messages)[0]) for messages in first_asks(e)) for e in examples]
