@@ -7,6 +7,7 @@ Runs a model over benchmarks and scores its replies by program, as the benchmark
     python eval.py --adapter out/cal --tasks mine.jsonl           prompts of your own (data/own/prepare.py says how)
     python eval.py --rescore out/cal-eval                         counts the kept replies again, without a model
     python eval.py --compare out/cal out/mlp out/lora             runs side by side; those of other seeds as one
+    torchrun --nproc_per_node 8 eval.py --tasks all --out …       the prompts dealt over eight GPUs
 
 --out gets, for each task, every reply (TASK.jsonl) and the scores (TASK.json); a run that was stopped goes on where it
 was when the same command is given again.
@@ -27,30 +28,33 @@ special about stands in its folder, too, and the loop calls it where it is there
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import platform
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from cal import adapter_info, set_scale
-from data import files, report
+from data import compare, files, report
 from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy.score import MAX_NEW_TOKENS
 from data.tokens import Conversations, collate, make_batches
 from model import CPU_AMX, Cache, Transformer
-from sample import add_model_flags, load, prompt, stop_ids
+from sample import add_model_flags, load, prompt, start_processes, stop_ids
 
 EXAMPLES = files.ROOT / "data"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
@@ -71,12 +75,7 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     file = EXAMPLES / task / "examples.jsonl"
     if not file.is_file() or not files.is_fresh(file.parent):
         hook(task, "prepare", "prepare")(file.parent)
-    examples = []
-    for place, example in files.json_lines(file):
-        if not is_example(example):
-            raise ValueError(f"{place} is no example: delete the file, and it is made anew")
-        examples.append(example)
-    if not examples:
+    if not (examples := files.read_jsonl(file)):
         raise ValueError(f"{file} is empty: delete the file, and it is made anew")
     if spread := hook(task, "prepare", "spread"):
         examples = spread(examples, args)
@@ -89,15 +88,6 @@ def load_examples(task: str, args: argparse.Namespace, tok: Tokenizer) -> list[d
     chosen = dealt[: args.limit]
     finish = hook(task, "prepare", "finish")
     return finish(chosen, args, tok) if finish else chosen
-
-
-def is_example(example: object) -> bool:
-    """Whether a record of examples.jsonl has what the loop needs: an id, and messages, asks or turns."""
-    if not isinstance(example, dict) or not isinstance(example.get("id"), int | str):
-        return False
-    asks = example.get("asks", [example.get("messages")])
-    lists = [asks, *asks, example.get("turns", [""])] if isinstance(asks, list) else [None]
-    return bool(asks) and all(isinstance(part, list) for part in lists) and example.get("turns") != []
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
@@ -204,7 +194,7 @@ def ask(model: Transformer, tok: Tokenizer, examples: list[dict], max_new_tokens
     # questions of one subject with choices stand together: they share their beginning
     subjects = [report.group_of(e) if "choices" in e else "" for e in examples]
     order = sorted(range(len(examples)), key=lambda i: (subjects[i], lengths[i]))
-    with tqdm(total=len(examples), desc=bar, leave=False) as progress:
+    with tqdm(total=len(examples), desc=bar, leave=False, disable=not bar) as progress:
         while order:
             # the longest comes last, so it decides how many fit beside it
             n = max(1, batch_tokens // lengths[order[-1]])
@@ -293,35 +283,63 @@ def validate(model: Transformer, conversations: Conversations, batch_tokens: int
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str) -> str:
-    """Asks what --out lacks, scores all replies, keeps both there, returns the table. OSError, ValueError: why not."""
-    refuse, verdicts = hook(task, "score", "refuse"), hook(task, "score", "verdicts")
-    if refuse and (reason := refuse(args)):
-        raise ValueError(reason)
-    examples = load_examples(task, args, tok)
-    file, name = args.out / f"{task}.jsonl" if args.out else None, "adapter" if args.adapter else "base"
-    rows = {report.prompt_key(task, row): row for row in (files.read_jsonl(file) if file and file.is_file() else [])}
+def in_step(make: Callable[[], object], world: int) -> list:
+    """What make() returns in each process, known to all of them; where it fails in one, it fails in all."""
+    if world == 1:
+        return [make()]
+    try:
+        mine = make(), None
+    except (OSError, ValueError) as error:
+        mine = None, str(error)
+    dist.all_gather_object(everyone := [None] * world, mine)
+    if errors := [error for _, error in everyone if error is not None]:
+        raise ValueError(errors[0])
+    return [result for result, _ in everyone]
+
+
+def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Tokenizer, source: str,
+             rank: int, world: int) -> str:  # fmt: skip
+    """Asks what --out lacks, a share in each process; the first scores all replies, keeps both there, and returns the
+    table. OSError, ValueError: why not."""
+    name, out = "adapter" if args.adapter else "base", args.out
+    refuse, follow, verdicts = (hook(task, "score", what) for what in ("refuse", "follow", "verdicts"))
+    rows: dict[tuple, dict] = {}  # by prompt
+
+    def to_ask() -> tuple[list[dict], list[dict]]:
+        if refuse and (reason := refuse(args)):
+            raise ValueError(reason)
+        examples = load_examples(task, args, tok)
+        rows.update((report.prompt_key(task, row), row) for row in (report.kept_rows(out, task) if out else []))
+        return examples, [e for e in examples if report.prompt_key(task, e) not in rows]
+
+    def asked() -> list[dict]:
+        max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
+        bar, file, new = "" if rank else task, out and out / (f"{task}.{rank}.jsonl" if rank else f"{task}.jsonl"), []
+        with open(file or os.devnull, "a", encoding="utf-8") as kept:
+            for _, row in ask(model, tok, missing[rank::world], max_new_tokens, args.batch_tokens, args.system, bar, follow):
+                new.append({"when": name, **row})
+                kept.write(json.dumps(new[-1]) + "\n")
+                kept.flush()
+        return new
+
+    examples, missing = in_step(lambda: to_ask() if rank == 0 else None, world)[0]
+    rows |= {report.prompt_key(task, row): row for new in in_step(asked, world) for row in new}
+    if rank > 0:
+        return ""
     wanted = {report.prompt_key(task, e): e for e in examples}
-    missing = [e for key, e in wanted.items() if key not in rows]
-    max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
-    with open(file or os.devnull, "a", encoding="utf-8") as kept:
-        follow = hook(task, "score", "follow")
-        for _, row in ask(model, tok, missing, max_new_tokens, args.batch_tokens, args.system, task, follow):
-            rows[report.prompt_key(task, row)] = row = {"when": name, **row}
-            kept.write(json.dumps(row) + "\n")
-            kept.flush()
-    asked = {(report.group_of(e), e["id"]) for e in examples}  # the rest is of an earlier call that asked for more
-    others = [row for row in rows.values() if (report.group_of(row), row["id"]) not in asked]
+    ids = {(report.group_of(e), e["id"]) for e in examples}  # the rest is of an earlier call that asked for more
+    others = [row for row in rows.values() if (report.group_of(row), row["id"]) not in ids]
     # in the examples' order, for the longest were asked first; and what they are scored by is today's
-    rows = [{**rows[key], **example} for key, example in wanted.items()]
-    rows = report.judge(task, verdicts(rows, args) if verdicts else rows, **vars(args))
-    table = report.summarize(rows, task)
-    if file:
-        about = {"task": task, name: table, "weights": source, "flags": vars(args)}
-        about |= {"versions": versions()}
-        files.write_jsonl(file, rows + others)
-        files.write_json(args.out / f"{task}.json", about)
-    return report.show({name: table}) + report.notes(rows, table)
+    judged = [{**rows[key], **example} for key, example in wanted.items()]
+    judged = report.judge(task, verdicts(judged, args) if verdicts else judged, **vars(args))
+    table = report.summarize(judged, task)
+    if out:
+        files.write_jsonl(out / f"{task}.jsonl", judged + others)
+        about = {"task": task, name: table, "weights": source, "flags": vars(args), "versions": versions()}
+        files.write_json(out / f"{task}.json", about)
+        for part in out.glob(f"{task}.*.jsonl"):  # what other processes had kept stands in the one file now
+            part.unlink()
+    return report.show({name: table}) + report.notes(judged, table)
 
 
 def read_flags() -> argparse.Namespace:
@@ -374,58 +392,36 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
     files.check_directory(args.out, flags, go_on=True)
     args.out.mkdir(parents=True, exist_ok=True)
     files.write_json(args.out / "flags.json", flags)
-    for task in report.TASKS:
-        if (replies := args.out / f"{task}.jsonl").is_file():
-            files.end_with_a_line(replies)
-
-
-def print_run(folder: Path, allow_code: bool) -> None:
-    """The tables of a run, from its kept replies."""
-    for task, whens in report.kept_replies(folder, stopped=True, allow_code=allow_code).items():
-        tables = {when: report.summarize(rows, task) for when, rows in whens.items()}
-        said = "".join(report.notes(rows, tables[when]) for when, rows in whens.items())
-        print(f"{task}\n\n{report.show(tables)}{said}\n")
-
-
-def print_comparison(folders: list[Path], picture: Path | None, allow_code: bool) -> None:
-    """The runs in these directories side by side; the same numbers, and a plot, are written beside them."""
-    groups = report.load_runs(folders, allow_code=allow_code)
-    table, file = report.compare(groups), folders[0].parent / "compare.json"
-    print(
-        "Means over the runs of a column, the lowest and the highest run in brackets; differences in points, with "
-        f"paired 95 % intervals\nover the prompts, which do not hold what another seed would change.\n\n"
-        f"{report.show_comparison(groups, table)}\n\nThe same numbers, not rounded: {file}"
-    )
-    of_run = ("name", "flags", "parameters", "loss", "val_loss", "train_seconds", "peak_memory_gb")
-    runs = {group: [{k: run.get(k) for k in of_run} for run in runs] for group, runs in groups.items()}
-    rows = [{"task": task, "set": group, "measure": name, **row} for (task, group, name), row in table.items()]
-    files.write_json(file, {"runs": runs, "table": rows})
-    if picture:
-        report.plot(groups, table, picture)
+    for replies in args.out.glob("*.jsonl"):
+        files.end_with_a_line(replies)
 
 
 def main() -> None:
     args = read_flags()
     if args.rescore:
-        return print_run(args.rescore, args.allow_code)
+        return report.print_run(args.rescore, args.allow_code)
     if args.compare:
-        return print_comparison(args.compare, args.plot, args.allow_code)
-    with files.claim(args.out) if args.out else nullcontext():
-        run_tasks(args)
+        return compare.print_comparison(args.compare, args.plot, args.allow_code)
+    rank, world = start_processes(args, timedelta(days=30), "gloo")  # one may have hours of work left when another is done
+    stdout = sys.stdout if rank == 0 else io.StringIO()  # the first process speaks for all
+    with redirect_stdout(stdout), files.claim(args.out) if args.out and rank == 0 else nullcontext():
+        run_tasks(args, rank, world)
 
 
-def run_tasks(args: argparse.Namespace) -> None:
+def run_tasks(args: argparse.Namespace, rank: int, world: int) -> None:
     """Asks all tasks, one after the other. ValueError if none of them could be run."""
     model, tok, path = load(args)
-    if args.out:
+    if rank == 0 and args.out:
         open_directory(args, path)
+    if rank == 0 and world > 1:
+        dist.barrier()  # now the others load as well
     source = weights_source(path)
     print(f"weights: {source}")
     failed = 0
     for task in args.tasks:
         print(f"\n{task}\n")
         try:
-            print(run_task(task, args, model, tok, source))
+            print(run_task(task, args, model, tok, source, rank, world))
         except (OSError, ValueError) as error:  # no data, no judge: the other tasks run
             failed += 1
             print(f"not run: {error}")

@@ -10,14 +10,17 @@ One reply, or a chat in the terminal:
 
 import argparse
 import math
+import os
 import shutil
 import sys
 from contextlib import suppress
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 
 import torch
+import torch.distributed as dist
 
 from cal import adapter_info, cast, load_adapter, save_merged, set_scale
 from data.chat import SYSTEM, Tokenizer, render
@@ -45,6 +48,18 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
         choices=("bf16", "fp32"),
         help="of the backbone (default: bf16 where the device multiplies it natively)",
     )
+
+
+def start_processes(args: argparse.Namespace, timeout: timedelta, backend: str | None = None) -> tuple[int, int]:
+    """This process's rank and how many there are: torchrun starts them, each with a GPU and the whole model of its own.
+    timeout is how long one may wait for another. The first goes on at once, the others when it calls dist.barrier()."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if pick_device(args.device) == "cuda" else args.device
+        dist.init_process_group(backend, timeout=timeout)
+    if rank > 0:
+        dist.barrier()  # the first process downloads and prepares what is missing
+    return rank, world
 
 
 def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, Path]:

@@ -44,7 +44,7 @@ from data.report import show, summarize
 from data.tokens import Conversations, batches_of_step, collate, make_batches, remembered
 from eval import ask_base, ask_in_order, by_set, divergence, validate, versions
 from model import Transformer, pick_device, pick_dtype
-from sample import BASE, add_device_flags, load_base, ready_to_ask
+from sample import BASE, add_device_flags, load_base, ready_to_ask, start_processes
 
 # --- flags ------------------------------------------------------------------------------------------------------------
 
@@ -168,19 +168,6 @@ def peak_memory(device: str) -> float:
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
-
-
-def start_processes(args: argparse.Namespace) -> tuple[int, int]:
-    """torchrun starts `world` processes, and this one is the rank-th; each has the whole frozen backbone."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if args.accumulate % world:
-        raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
-    if world > 1:
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
-        dist.init_process_group(timeout=timedelta(hours=2))  # the others wait while the first evaluates
-    if rank > 0:
-        dist.barrier()  # the first process downloads and prepares what is missing
-    return rank, world
 
 
 def read_data(args: argparse.Namespace, tok: Tokenizer, context: int) -> tuple[Conversations, Conversations | None, str]:
@@ -396,7 +383,9 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
 
 def main() -> None:
     args = read_flags()
-    rank, world = start_processes(args)
+    rank, world = start_processes(args, timedelta(hours=2))  # the others wait while the first evaluates
+    if args.accumulate % world:
+        raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
     with files.claim(args.out) if rank == 0 else nullcontext():  # the first process alone writes
         run(args, rank, world)
 

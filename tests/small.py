@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import runpy
+import subprocess
 import sys
 import zipfile
 from collections import Counter
@@ -149,3 +151,11 @@ def run(script: str, *flags: object, input: str = "") -> SimpleNamespace:
             code = stop.code if isinstance(stop.code, int) else 1
             stderr.write("" if isinstance(stop.code, int) else stop.code)
     return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
+
+
+def launch(processes: int, *flags: object, script: str | Path = "train.py") -> subprocess.CompletedProcess:
+    """`torchrun --nproc_per_node processes script flags`, to its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(script), *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)

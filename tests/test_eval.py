@@ -13,10 +13,11 @@ import eval
 from cal import attach, trainable
 from data import files
 from data.chat import ASSISTANT, SYSTEM, Tokenizer, render
+from data.compare import compare, load_runs
 from data.files import read_jsonl, write_jsonl
 from data.hierarchy.prepare import TESTS, VALS
 from data.hierarchy.prepare import examples as load
-from data.report import compare, corrected, judge, load_runs, show, summarize
+from data.report import corrected, judge, show, summarize
 from eval import ask, ask_base, divergence
 from model import Transformer
 from tests.small import run

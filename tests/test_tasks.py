@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval
 from cal import attach, save_adapter
 from data.chat import Tokenizer
+from data.compare import load_runs
 from data.erosion.prepare import prepare as prepare_erosion
 from data.erosion.score import score as score_erosion
 from data.files import read_jsonl
@@ -22,7 +23,7 @@ from data.long_ifeval.prepare import prepare as prepare_long_ifeval
 from data.msj.prepare import SHOTS
 from data.msj.prepare import prepare as prepare_msj
 from data.msj.score import score as score_msj
-from data.report import TASKS, load_runs, notes, show, summarize
+from data.report import TASKS, notes, show, summarize
 from data.sys_ifeval.prepare import prepare as prepare_sys_ifeval
 from eval import ask, choose
 from model import Transformer

@@ -29,7 +29,7 @@ from data.sft.prepare import prepare as prepare_corpus
 from data.tokens import Conversations, batches_of_step, collate, make_batches
 from eval import validate
 from model import Transformer
-from tests.small import ROOT, TURNS, run, write_data
+from tests.small import ROOT, TURNS, launch, run, write_data
 from train import learning_rate
 
 
@@ -479,13 +479,6 @@ def test_of_two_runs_in_one_directory_one_wins_and_the_other_says_why_not(tiny, 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # several processes
-
-
-def launch(processes: int, *flags: object, script: str | Path = "train.py") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(script), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["hierarchy", "one batch without a system message"])
