@@ -1,6 +1,8 @@
 """sample.py: one reply or a chat, of the base or with an adapter."""
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cal import attach, save_adapter
+from cal import CrossAttentionLayer, attach, load_adapter, save_adapter
 from data.chat import Tokenizer
 from model import Transformer
-from sample import prompt
+from sample import attention_weights, looks, prompt
 from tests.small import ROOT, run
 
 RULE = "Start every reply with [maple] and then answer."
@@ -77,7 +79,7 @@ def test_scale_0_is_the_base(tiny, adapter):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--scale", "0.5", "--user", "x"], "--scale multiplies"), (["--merge", "m"], "--merge adds")],
+    [(["--scale", "0.5", "--user", "x"], "--scale multiplies"), (["--merge", "m"], "give --adapter")],
 )
 def test_flags_of_adapters_without_one_are_a_sentence(flags, says, tiny):
     done = run("sample.py", "--base", tiny, *flags)
@@ -118,6 +120,99 @@ def test_a_chat_goes_on_after_a_line_that_does_not_fit_the_context(tiny):
     assert done.returncode == 0 and "context" in done.stdout and done.stdout.count("\n> ") == 3
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# where a reply looked
+
+
+def blocks_input(base: Path, adapter: Path) -> tuple[CrossAttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first block of an adapter, what it was given in a conversation, and what its attention made of that."""
+    model, tok = load_adapter(Transformer.from_pretrained(base), adapter), Tokenizer.from_pretrained(base)
+    ids, system = prompt(tok, [{"role": "system", "content": RULE}, {"role": "user", "content": QUESTION}])
+    block, kept = next(iter(model.inserted.values())), []
+    block.register_forward_hook(lambda _, given, made: kept.append(given[0]))
+    block.o_proj.register_forward_hook(lambda _, given, made: kept.append(given[0]))
+    with torch.no_grad():
+        model(ids[None], system[None])
+    attended, x = kept
+    return block, x, system[None], attended
+
+
+@torch.no_grad()
+def test_the_weights_are_a_plain_softmax_of_queries_and_keys(tiny, adapter):
+    """1e-6: fp32, one head and one token at a time."""
+    block, x, system, _ = blocks_input(tiny, adapter)
+    weights, places = attention_weights(block, x, system)[0], system[0].nonzero()[:, 0].tolist()
+    H, C = block.config.n_heads, block.config.head_dim
+    group = H // block.config.n_kv_heads
+    n = block.norm1(x[0])
+    q, k = (n @ block.q_proj.weight.T).view(-1, H, C), (n @ block.k_proj.weight.T).view(-1, H // group, C)
+    for h in range(H):
+        for i in range(x.shape[1]):
+            seen = [j for j in places if j <= i]
+            scores = torch.tensor([math.exp(float(q[i, h] @ k[j, h // group]) / C**0.5) for j in seen])
+            expected = [*(scores / scores.sum()).tolist(), *[0.0] * (len(places) - len(seen))]
+            assert weights[h, i].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@torch.no_grad()
+def test_the_weights_times_the_values_are_what_the_blocks_attention_gave(tiny, adapter):
+    """1e-5: fp32, summed in another order. Tokens that see nothing are thrown away by the block."""
+    block, x, system, attended = blocks_input(tiny, adapter)
+    v = block.heads(block.v_proj(block.norm1(x[system][None])))  # (1, K, S, C)
+    weights = attention_weights(block, x, system)
+    y = weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+    sees = weights.sum(dim=(1, 3)) > 0
+    assert sees.sum() > 20
+    assert torch.allclose(y.transpose(1, 2).flatten(2)[sees], attended[sees], atol=1e-5)
+
+
+def test_a_row_of_looks_is_of_the_token_that_chose_the_word(tiny, adapter):
+    """1e-6: one more token in the sequence rounds otherwise."""
+    model, tok = load_adapter(Transformer.from_pretrained(tiny), adapter), Tokenizer.from_pretrained(tiny)
+    ids, system = prompt(tok, [{"role": "system", "content": RULE}, {"role": "user", "content": QUESTION}])
+    given = []
+    next(iter(model.inserted.values())).register_forward_hook(lambda block, args, _: given.append((block, *args[:2])))
+    one = looks(model, ids, system, [5])[0]
+    two = looks(model, ids, system, [5, 9])[0]
+    last = attention_weights(*given[0])[0, :, len(ids) - 1]  # the prompt's last token
+    assert one.shape == (4, 1, int(system.sum())) and two.shape[1] == 2
+    assert torch.allclose(one[:, 0], last, atol=1e-6) and torch.allclose(two[:, 0], last, atol=1e-6)
+
+
+def test_show_says_which_words_were_looked_at_most_and_block_and_head_choose(tiny, adapter):
+    flags = ("--adapter", adapter, "--system", RULE, "--user", QUESTION)
+    said = {choice: ask(*flags, *choice) for choice in ((), ("--show",), ("--show_block", 7), ("--show_head", 2))}
+    assert "looked at most" not in said[()] and RULE in said["--show",]
+    assert len({text[text.index("looked at most") :] for choice, text in said.items() if choice}) == 3
+
+
+def test_the_page_holds_the_words_and_the_weights_and_loads_nothing(tiny, adapter, tmp_path):
+    evil = "What is </script><img src=x>?"
+    said = ask("--adapter", adapter, "--system", RULE, "--user", evil, "--html", tmp_path / "page.html")
+    assert str(tmp_path / "page.html") in said
+    page = (tmp_path / "page.html").read_text()
+    about = json.loads(re.search(r"const about = (.*);\n", page)[1])
+    assert "".join(about["system"]) == RULE and about["user"] == evil and "<img" not in page
+    assert "".join(about["reply"]) and about["base"] + "\n" == ask("--base", tiny, "--system", RULE, "--user", evil)
+    assert about["blocks"] == ["7", "8"]
+    weights = torch.tensor(about["weights"])
+    assert weights.shape == (2, 4, len(about["reply"]), len(about["system"]))
+    assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:-1]), atol=0.005)  # rounded to four digits
+    template = (ROOT / "data" / "look.html").read_text()
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", template)
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "says"),
+    [("mlp", ["--show"], "--show is of CAL"), ("cal", ["--show_block", 3], "choose from 7, 8"),
+     ("cal", ["--show_head", 4], "choose from 0, 1, 2, 3")],
+)  # fmt: skip
+def test_what_can_not_be_shown_is_a_sentence(method, flags, says, tiny, tmp_path):
+    save_adapter(attach(Transformer.from_pretrained(tiny), method), tmp_path / "a", base=str(tiny))
+    done = run("sample.py", "--adapter", tmp_path / "a", "--system", RULE, "--user", QUESTION, *flags)
+    assert done.returncode != 0 and says in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -127,7 +222,7 @@ def test_a_chat_goes_on_after_a_line_that_does_not_fit_the_context(tiny):
         (["--device", "abacus"], "abacus"),
         (["--device", "meta"], "meta"),
         (["--dtype", "int3"], "int3"),
-        (["--adapter", "data", "--scale", "nan"], "--scale"),
+        (["--scale", "nan"], "--scale is nan"),
         (["--temperature", "-1"], "temperature"),
         (["--top_p", "0"], "top_p"),
         (["--max_new_tokens", "0"], "max_new_tokens"),
