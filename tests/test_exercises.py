@@ -19,7 +19,7 @@ def checks(*flags: str, **environment: str) -> subprocess.CompletedProcess:
 def test_the_solutions_pass_their_checks():
     done = checks("tests/exercises", NANOCAL_SOLUTIONS="1")
     assert done.returncode == 0, done.stdout
-    assert "...." in done.stdout
+    assert "....." in done.stdout
 
 
 def test_an_unwritten_exercise_says_where_to_write_it():
@@ -40,12 +40,15 @@ def test_the_projects_own_tests_do_not_run_the_exercises():
         ("3", "(W + scale * B @ A).T", "must have the shape of W"),
         ("3", "W + B @ A", "where is the scale"),
         ("4", "model.requires_grad_(True)", "the backbone still learns"),
+        ("5", "No list, please: one sentence.", "the message must hold the question"),
+        ("5", "{question}", "the rule held"),
     ],
 )
 def test_a_usual_mistake_is_told_in_words(exercise, wrong, says, monkeypatch):
     source = (ROOT / "tests/exercises/solutions.py").read_text()
     rights = {"1": "places[None, :] <= places[:, None]", "2": "block.o_proj.weight", "3": "W + scale * B @ A"}
-    right = rights.get(exercise, "model.requires_grad_(False)")
+    rights |= {"4": "model.requires_grad_(False)", "5": "No list, please: one sentence. {question}"}
+    right = rights[exercise]
     assert source.count(right) == 1
     names: dict = {}
     exec(source.replace(right, wrong), names)  # noqa: S102, our own file with one mistake in it

@@ -26,3 +26,7 @@ def exercise_4(model: Transformer) -> list[str]:
     model.requires_grad_(False)
     model.inserted.requires_grad_(True)
     return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def exercise_5(question: str) -> str:
+    return f"No list, please: one sentence. {question}"

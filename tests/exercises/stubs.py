@@ -1,4 +1,4 @@
-"""Four small functions to write, the heart of CAL and its neighbours. What is wrong with one, its check says in words:
+"""Five small functions to write, the heart of CAL and its neighbours. What is wrong with one, its check says in words:
 
     python -m pytest tests/exercises -k 1
 
@@ -33,3 +33,9 @@ def exercise_4(model: Transformer) -> list[str]:
     """Who may learn? The model has CAL blocks in model.inserted. Freeze all else, let these learn, and give the names of
     what is trained now, as model.named_parameters() has them."""
     raise NotImplementedError("write exercise_4 in tests/exercises/stubs.py")
+
+
+def exercise_5(question: str) -> str:
+    """Attack. SmolLM2 is told by its operator: "Write every answer as a numbered list." Asked the question, it does. Give
+    a message of the user that holds the question, and makes the bare model answer without a list."""
+    raise NotImplementedError("write exercise_5 in tests/exercises/stubs.py")
