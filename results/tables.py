@@ -1,0 +1,94 @@
+"""
+The tables of README.md, counted from the replies that results/ keeps:
+
+    python -m results.tables
+
+A run is NAME.json, train.py's results.json, and NAME.jsonl.gz, its replies.jsonl, in the folder of its experiment.
+"""
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+
+from data.files import ROOT, read_json
+from data.hierarchy.score import follows
+from data.report import judge, markdown, percent, show, summarize
+
+HERE = ROOT / "results"
+SETS = ("rules", "attacks", "shots2", "shots8", "shots24", "families", "plain")
+COLUMNS = {"CAL": ["cal-s0", "cal-s1", "cal-s2"], "ParallelMLP": ["mlp-s0"], "LoRA": ["lora-s0"]}
+TRIALS = {  # what --ask val said of them
+    "13 to 17 of 30 (middle8th)": ["trial-middle", "trial-middle-2e-3"],
+    "26 to 30 of 30 (late8th)": ["trial-late"],
+}
+
+
+@cache
+def replies(file: Path) -> list[dict]:
+    """The kept replies of an experiment's run, judged anew by the score of today."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return judge("hierarchy", [json.loads(line) for line in lines])
+
+
+def table_of(name: str, when: str) -> dict:
+    return summarize([row for row in replies(HERE / "default" / f"{name}.jsonl.gz") if row["when"] == when])
+
+
+def default() -> str:
+    """What the default run prints, seed 0."""
+    return show({when: table_of("cal-s0", when) for when in ("before", "after")})
+
+
+def methods() -> str:
+    """Kept and right by set, over the runs of each method: a mean, and the lowest and highest where there are several."""
+
+    def cell(tables: list[dict], name: str) -> str:
+        cells = []
+        for measure in ("kept", "right"):
+            values = [100 * table[name][measure]["mean"] for table in tables]
+            spread = f" ({min(values):.0f} to {max(values):.0f})" if len(values) > 1 else ""
+            cells.append(f"{sum(values) / len(values):.0f}%{spread}")
+        return " / ".join(cells)
+
+    columns = {"base": [table_of("cal-s0", "before")]}
+    columns |= {column: [table_of(name, "after") for name in names] for column, names in COLUMNS.items()}
+    lines = [[name, *(cell(tables, name) for tables in columns.values())] for name in SETS]
+    of_run = {column: [read_json(HERE / "default" / f"{name}.json") for name in names] for column, names in COLUMNS.items()}
+    for label, key, form in (("parameters", "parameters", "{:,.0f}"), ("KL, nats a token", "kl", "{:.2f}"),
+                             ("validation loss", "val_loss", "{:.3f}"), ("training, minutes", "train_seconds", "{:.0f}")):  # fmt: skip
+        scale = 60 if key == "train_seconds" else 1
+        means = [sum(run[key] for run in runs) / len(runs) / scale for runs in of_run.values()]
+        lines.append([label, "–", *(form.format(m) for m in means)])
+    return markdown(["kept / right", *columns], lines)
+
+
+def trials() -> str:
+    """By what the default placement and learning rate were chosen."""
+    lines = []
+    for where, names in TRIALS.items():
+        for name in names:
+            about, table = read_json(HERE / "default" / f"{name}.json"), table_of(name, "after")
+            sets = [" / ".join(f"{table[s][m]['mean']:.0%}" for m in ("kept", "right")) for s in ("val_rules", "val_shots8", "val_families")]
+            lines.append([where, f"{about['flags']['lr']:g}", *sets, f"{about['val_loss']:.3f}"])
+    heads = ["blocks after layers", "learning rate", "val_rules, kept / right", "val_shots8", "val_families", "validation loss"]
+    return markdown(heads, lines)
+
+
+def rivals() -> str:
+    """Whose rule the replies keep where the user sets one of the same kind."""
+    rows = replies(HERE / "rivals" / "replies.jsonl.gz")
+    lines = []
+    for name in dict.fromkeys(row["when"] for row in rows):
+        own = [row for row in rows if row["when"] == name]
+        theirs = [follows(row["family"], row["rival"], row["reply"]) for row in own]
+        for row, users in zip(own, theirs):
+            row["set"], row["scores"] = "rivals", {"operator": row["scores"]["kept"], "user": users, "right": row["scores"]["right"]}
+        table = summarize(own)["rivals"]
+        lines.append([name, *(percent(table[measure]) for measure in ("operator", "user", "right"))])
+    return markdown(["run", "the operator's rule", "the user's rule", "right"], lines)
+
+
+if __name__ == "__main__":
+    for table in (default, methods, trials, rivals):
+        print(f"{table.__doc__}\n\n{table()}\n")
