@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
@@ -240,14 +239,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "processor": processor, "gpu": gpu}
 
 
-def by_set(rows: list[dict]) -> dict[str, dict]:
-    """The scores of data/hierarchy as results.json has them: by set, who kept the rule, and who was right."""
-    return {
-        name: {"followed": kept["mean"], **{key: kept[key] for key in ("n", "low", "high")}, "right": right["mean"]}
-        for name, kept, right in ((name, s["kept"], s["right"]) for name, s in report.summarize(rows).items())
-    }
-
-
 @torch.no_grad()
 def divergence(model: Transformer, tok: Tokenizer, rows: list[dict]) -> float:
     """The mean KL(base || trained) in nats a token over the base's replies in rows: what training moved beside the rules.
@@ -284,7 +275,7 @@ def validate(model: Transformer, conversations: Conversations, batch_tokens: int
 
 
 def in_step(make: Callable[[], object], world: int) -> list:
-    """What make() returns in each process, known to all of them; where it fails in one, it fails in all."""
+    """What make() returns in each process, a list that all get; where it fails in one, it fails in all."""
     if world == 1:
         return [make()]
     try:
@@ -303,31 +294,37 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     table. OSError, ValueError: why not."""
     name, out = "adapter" if args.adapter else "base", args.out
     refuse, follow, verdicts = (hook(task, "score", what) for what in ("refuse", "follow", "verdicts"))
-    rows: dict[tuple, dict] = {}  # by prompt
 
-    def to_ask() -> tuple[list[dict], list[dict]]:
+    def find() -> tuple[dict, dict, list[dict]]:
+        """In the first process: the examples and the replies that are there already, by prompt, and what is missing."""
+        if rank > 0:
+            return {}, {}, []
         if refuse and (reason := refuse(args)):
             raise ValueError(reason)
-        examples = load_examples(task, args, tok)
-        rows.update((report.prompt_key(task, row), row) for row in (report.kept_rows(out, task) if out else []))
-        return examples, [e for e in examples if report.prompt_key(task, e) not in rows]
+        wanted = {report.prompt_key(task, e): e for e in load_examples(task, args, tok)}
+        rows = {report.prompt_key(task, row): row for row in (report.kept_rows(out, task) if out else [])}
+        missing = [e for key, e in wanted.items() if key not in rows]
+        if out and missing:  # the scores that are there are not of all replies any more
+            (out / f"{task}.json").unlink(missing_ok=True)
+        return wanted, rows, sorted(missing, key=lambda e: len(json.dumps(e)))  # long ones for every process
 
-    def asked() -> list[dict]:
+    def ask_share() -> list[dict]:
+        """In each process: the replies to its share, kept one by one."""
         max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
-        bar, file, new = "" if rank else task, out and out / (f"{task}.{rank}.jsonl" if rank else f"{task}.jsonl"), []
-        with open(file or os.devnull, "a", encoding="utf-8") as kept:
+        file = out / (f"{task}.{rank}.jsonl" if rank else f"{task}.jsonl") if out else os.devnull
+        bar, new = "" if rank else task, []
+        with open(file, "a", encoding="utf-8") as kept:
             for _, row in ask(model, tok, missing[rank::world], max_new_tokens, args.batch_tokens, args.system, bar, follow):
                 new.append({"when": name, **row})
                 kept.write(json.dumps(new[-1]) + "\n")
                 kept.flush()
         return new
 
-    examples, missing = in_step(lambda: to_ask() if rank == 0 else None, world)[0]
-    rows |= {report.prompt_key(task, row): row for new in in_step(asked, world) for row in new}
+    wanted, rows, missing = in_step(find, world)[0]
+    rows |= {report.prompt_key(task, row): row for new in in_step(ask_share, world) for row in new}
     if rank > 0:
         return ""
-    wanted = {report.prompt_key(task, e): e for e in examples}
-    ids = {(report.group_of(e), e["id"]) for e in examples}  # the rest is of an earlier call that asked for more
+    ids = {(report.group_of(e), e["id"]) for e in wanted.values()}  # the rest is of an earlier call that asked for more
     others = [row for row in rows.values() if (report.group_of(row), row["id"]) not in ids]
     # in the examples' order, for the longest were asked first; and what they are scored by is today's
     judged = [{**rows[key], **example} for key, example in wanted.items()]
@@ -335,9 +332,9 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     table = report.summarize(judged, task)
     if out:
         files.write_jsonl(out / f"{task}.jsonl", judged + others)
-        about = {"task": task, name: table, "weights": source, "flags": vars(args), "versions": versions()}
-        files.write_json(out / f"{task}.json", about)
-        for part in out.glob(f"{task}.*.jsonl"):  # what other processes had kept stands in the one file now
+        about = {"task": task, name: table, "weights": source, "flags": vars(args), "processes": world}
+        files.write_json(out / f"{task}.json", about | {"versions": versions()})
+        for part in report.kept_files(out, task)[:-1]:  # TASK.1.jsonl, …: it stands in TASK.jsonl now
             part.unlink()
     return report.show({name: table}) + report.notes(judged, table)
 
@@ -365,8 +362,6 @@ def read_flags() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise ValueError("--plot draws what --compare DIR… has compared: give both")
-    if args.plot and not find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     for name in ("limit", "max_new_tokens", "batch_tokens", "turns", "lengths"):
         value = getattr(args, name)
         if value is not None and min(value if name == "lengths" else [value]) < 1:
@@ -392,7 +387,7 @@ def open_directory(args: argparse.Namespace, base: Path) -> None:
     files.check_directory(args.out, flags, go_on=True)
     args.out.mkdir(parents=True, exist_ok=True)
     files.write_json(args.out / "flags.json", flags)
-    for replies in args.out.glob("*.jsonl"):
+    for replies in (file for task in report.TASKS for file in report.kept_files(args.out, task)):
         files.end_with_a_line(replies)
 
 
@@ -425,7 +420,7 @@ def run_tasks(args: argparse.Namespace, rank: int, world: int) -> None:
         except (OSError, ValueError) as error:  # no data, no judge: the other tasks run
             failed += 1
             print(f"not run: {error}")
-    if failed == len(args.tasks):
+    if failed == len(args.tasks) and rank == 0:
         raise ValueError("none of the tasks could be run")
 
 

@@ -52,6 +52,8 @@ def start_processes(args: argparse.Namespace, timeout: timedelta, backend: str |
     timeout is how long one may wait for another. The first goes on at once, the others when it calls dist.barrier()."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
+        if torch.cuda.is_available():  # before anything touches another's GPU
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         args.device = f"cuda:{os.environ['LOCAL_RANK']}" if pick_device(args.device) == "cuda" else args.device
         dist.init_process_group(backend, timeout=timeout)
     if rank > 0:
@@ -173,11 +175,12 @@ def looks(model: Transformer, ids: Tensor, system: Tensor, new: list[int]) -> Te
     device, kept = model.embed_tokens.weight.device, []
     keep = lambda block, given, _: kept.append(attention_weights(block, *given[:2])[0])
     hooks = [block.register_forward_hook(keep) for block in model.inserted.values()]
-    ids, system = torch.cat((ids, torch.tensor(new))), torch.nn.functional.pad(system, (0, len(new)))
+    ids = torch.cat((ids, torch.tensor(new[:-1], dtype=torch.long)))  # the last one chose nothing
+    system = torch.nn.functional.pad(system, (0, len(new) - 1))
     model(ids[None].to(device), system[None].to(device))
     for hook in hooks:
         hook.remove()
-    return torch.stack(kept)[:, :, -len(new) - 1 : -1].cpu()
+    return torch.stack(kept)[:, :, -len(new) :].cpu()
 
 
 def show(model: Transformer, tok: Tokenizer, messages: list[dict], new: list[int], args: argparse.Namespace) -> None:
@@ -219,8 +222,6 @@ def main() -> None:
     method = adapter_info(args.adapter)["method"] if args.adapter else None
     if (args.both or args.merge) and not args.adapter:
         raise ValueError("--both and --merge are about an adapter and its base: give --adapter")
-    if args.both and method == "full":
-        raise ValueError("--both turns an adapter off and on, but method full changed the base itself: ask each alone")
     if args.show and method != "cal":
         raise ValueError("--show is of CAL, whose blocks look at the system prompt: give the --adapter of such a run")
     if args.merge and args.merge.exists():
@@ -231,8 +232,9 @@ def main() -> None:
         save_merged(model, path, args.merge)
         print(f"{args.merge} is a checkpoint now: python sample.py --base {args.merge}")
         return
-    for value, known in ((args.show_block, map(int, model.inserted)), (args.show_head, range(model.config.n_heads))):
-        if value is not None and value not in (known := list(known)):
+    blocks, heads = list(map(int, model.inserted)), list(range(model.config.n_heads))
+    for value, known in ((args.show_block, blocks), (args.show_head, heads)):
+        if value is not None and value not in known:
             raise ValueError(f"this adapter has no such block or head: choose from {', '.join(map(str, known))}")
 
     def answer(messages: list[dict]) -> list[int]:

@@ -40,9 +40,9 @@ from data.chat import Tokenizer
 from data.download import weights_source
 from data.hierarchy import prepare as hierarchy
 from data.hierarchy.score import first_sentence
-from data.report import show, summarize
+from data.report import by_set, show, summarize
 from data.tokens import Conversations, batches_of_step, collate, make_batches, remembered
-from eval import ask_base, ask_in_order, by_set, divergence, validate, versions
+from eval import ask_base, ask_in_order, divergence, validate, versions
 from model import Transformer, pick_device, pick_dtype
 from sample import BASE, add_device_flags, load_base, ready_to_ask, start_processes
 
@@ -87,6 +87,8 @@ def read_flags() -> argparse.Namespace:
     for name, methods in (("rank", ("lora",)), ("width", ("mlp",)), ("cache_prefix", ("cal", "mlp"))):
         if getattr(args, name) and args.method not in methods:
             raise ValueError(f"--{name} is of --method {' and '.join(methods)}, and this is {args.method}: leave it out")
+    if args.accumulate % (world := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
     if args.lr is None:  # our choice: one for all that are compared; a whole backbone bears less
         args.lr = 1e-4 if args.method == "full" else 1e-3
     for name in ("lr", "clip", "cal_ffn"):
@@ -384,8 +386,6 @@ def report(args: argparse.Namespace, flags: dict, model: Transformer, tok: Token
 def main() -> None:
     args = read_flags()
     rank, world = start_processes(args, timedelta(hours=2))  # the others wait while the first evaluates
-    if args.accumulate % world:
-        raise ValueError(f"--accumulate is {args.accumulate}: it must be a multiple of the {world} processes")
     with files.claim(args.out) if rank == 0 else nullcontext():  # the first process alone writes
         run(args, rank, world)
 

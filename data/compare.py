@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,8 @@ def plot(groups: dict[str, list[dict]], table: dict[tuple[str, str, str], dict],
 
 def print_comparison(folders: list[Path], picture: Path | None, allow_code: bool) -> None:
     """The runs in these directories side by side; the same numbers, and a plot, are written beside them."""
+    if picture and not find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     groups = load_runs(folders, allow_code=allow_code)
     table, file = compare(groups), folders[0].parent / "compare.json"
     print(

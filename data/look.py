@@ -1,6 +1,7 @@
 """Where a reply looked, as a picture: shaded words in a terminal, or a page for a browser (look.html is its template)."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from data.chat import Tokenizer
@@ -8,8 +9,9 @@ from data.files import write_whole
 
 
 def words(tok: Tokenizer, ids: list[int]) -> list[str]:
-    """Each token's text by itself."""
-    return [tok.decode([i]) for i in ids]
+    """What each token adds to the text; of a character of several tokens, the last one brings it."""
+    texts = [tok.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids) + 1)]
+    return [longer[len(text) :] for text, longer in pairwise(texts)]
 
 
 def shade(prompt: list[str], weights: list[float], color: bool) -> str:
@@ -19,7 +21,7 @@ def shade(prompt: list[str], weights: list[float], color: bool) -> str:
         if color else word
         for word, w in zip(prompt, weights)
     )  # fmt: skip
-    most = sorted(zip(weights, prompt), reverse=True)[:5]
+    most = sorted(((w, word) for w, word in zip(weights, prompt) if word.strip()), reverse=True)[:5]
     return f"{shaded}\nlooked at most: {', '.join(f'{word.strip()!r} {w:.0%}' for w, word in most)}"
 
 

@@ -6,6 +6,7 @@ pooled; None is undecided. A table is a dict by group (a set, a length, a subjec
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -107,6 +108,14 @@ def summarize(rows: list[dict], task: str = "hierarchy") -> Table:
     return table
 
 
+def by_set(rows: list[dict]) -> dict[str, dict]:
+    """The scores of data/hierarchy as results.json has them: by set, who kept the rule, and who was right."""
+    return {
+        name: {"followed": kept["mean"], **{key: kept[key] for key in ("n", "low", "high")}, "right": right["mean"]}
+        for name, kept, right in ((name, s["kept"], s["right"]) for name, s in summarize(rows).items())
+    }
+
+
 def is_pooled(task: str) -> bool:
     return getattr(import_module(f"data.{task}.score"), "POOLED", False)
 
@@ -171,9 +180,15 @@ def corrected(task: str, rows: list[dict]) -> list[dict]:
     return found
 
 
+def kept_files(folder: Path, name: str) -> list[Path]:
+    """NAME.jsonl, and NAME.1.jsonl, … of eval.py's other processes, should they have been stopped."""
+    return sorted(f for f in folder.glob(f"{name}.*jsonl") if re.fullmatch(r"(\.\d+)?\.jsonl", f.name[len(name) :]))
+
+
 def kept_rows(folder: Path, name: str) -> list[dict]:
-    """What stands in NAME.jsonl, and in NAME.1.jsonl, … of eval.py's other processes, should they have been stopped."""
-    return [row for file in sorted(folder.glob(f"{name}.*jsonl")) for row in read_jsonl(file, whole=True)]
+    """The rows of all these files, a prompt's reply once."""
+    rows = [row for file in kept_files(folder, name) for row in read_jsonl(file, whole=True)]
+    return list({(row.get("when"), *prompt_key(name, row)): row for row in rows}.values())
 
 
 def kept_replies(folder: Path, stopped: bool = False, **flags: object) -> dict[str, dict[str, list[dict]]]:

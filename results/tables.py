@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from data.files import ROOT, read_json
-from data.hierarchy.score import follows
-from data.report import judge, markdown, percent, show, summarize
+from data.report import judge, markdown, show, summarize
+from results.rivals import rivals as rival
 
 HERE = ROOT / "results"
 SETS = ("rules", "attacks", "shots2", "shots8", "shots24", "families", "plain")
@@ -77,18 +77,9 @@ def trials() -> str:
 
 def rivals() -> str:
     """Whose rule the replies keep where the user sets one of the same kind."""
-    rows = replies(HERE / "rivals" / "replies.jsonl.gz")
-    lines = []
-    for name in dict.fromkeys(row["when"] for row in rows):
-        own = [row for row in rows if row["when"] == name]
-        theirs = [follows(row["family"], row["rival"], row["reply"]) for row in own]
-        for row, users in zip(own, theirs):
-            row["set"], row["scores"] = "rivals", {"operator": row["scores"]["kept"], "user": users, "right": row["scores"]["right"]}
-        table = summarize(own)["rivals"]
-        lines.append([name, *(percent(table[measure]) for measure in ("operator", "user", "right"))])
-    return markdown(["run", "the operator's rule", "the user's rule", "right"], lines)
+    return rival.table([rival.judge(row) for row in replies(HERE / "rivals" / "replies.jsonl.gz")])
 
 
 if __name__ == "__main__":
-    for table in (default, methods, trials, rivals):
-        print(f"{table.__doc__}\n\n{table()}\n")
+    for make in (default, methods, trials, rivals):
+        print(f"{make.__doc__}\n\n{make()}\n")

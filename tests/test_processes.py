@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.files import read_json, read_jsonl
-from tests.small import ROOT, launch
+from tests.small import ROOT, launch, run
 
 SHORT = ("--dtype", "fp32", "--max_new_tokens", 4, "--limit", 6)
 
@@ -53,12 +54,15 @@ def test_of_two_processes_one_is_killed_while_both_write_and_nothing_is_lost_or_
         [*command, *map(str, flags), "--batch_tokens", "1", "--out", str(out)],  # a reply a batch: they are kept one by one
         cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    files = [out / "hierarchy.jsonl", out / "hierarchy.1.jsonl"]
-    while not all(file.is_file() and file.read_bytes().count(b"\n") > 1 for file in files):
-        assert launcher.poll() is None
-        time.sleep(0.01)
-    os.kill(process_of_rank(1, launcher.pid), signal.SIGKILL)
-    assert launcher.wait() != 0
+    files, deadline = [out / "hierarchy.jsonl", out / "hierarchy.1.jsonl"], time.monotonic() + 300
+    try:
+        while not all(file.is_file() and file.read_bytes().count(b"\n") > 1 for file in files):
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process_of_rank(1, launcher.pid), signal.SIGKILL)
+        assert launcher.wait() != 0
+    finally:
+        launcher.kill()
     kept = [read_jsonl(file, whole=True) for file in files]
     assert 4 <= len(kept[0] + kept[1]) < len(read_jsonl(alone / "hierarchy.jsonl"))
     for file, rows in zip(files, kept):  # marked: a reply that was asked again would be seen
@@ -68,6 +72,43 @@ def test_of_two_processes_one_is_killed_while_both_write_and_nothing_is_lost_or_
     rows = read_jsonl(out / "hierarchy.jsonl")
     assert sum(row.pop("mark", False) for row in rows) == len(kept[0] + kept[1])
     (out / "hierarchy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert same(out, alone)
+
+
+FAILING = """
+import os, sys
+import eval
+
+def ask(*args):
+    if os.environ["RANK"] == "1" and any(e["id"].startswith("rules") for e in args[2]):
+        raise OSError("the disk of rank 1 is full")
+    yield from whole(*args)
+
+whole, eval.ask = eval.ask, ask
+sys.argv[0] = "eval.py"
+eval.main()
+"""
+
+
+def test_what_fails_in_one_process_alone_is_said_and_the_next_task_runs(one, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = launch(2, *one[0], script=tmp_path / "failing.py")
+    assert done.returncode == 0, done.stderr
+    assert "not run: the disk of rank 1 is full" in done.stdout and "| mine | 6 |" in done.stdout
+
+
+def test_parts_of_more_processes_than_there_are_now_are_taken_over_and_a_prompt_counts_once(one, tmp_path):
+    flags, alone, printed = one
+    out = shutil.copytree(alone, tmp_path / "cut")
+    rows = (out / "hierarchy.jsonl").read_text().splitlines(keepends=True)
+    (out / "hierarchy.jsonl").write_text("".join(rows[:9]))
+    (out / "hierarchy.3.jsonl").write_text("".join(rows[7:]))  # two stand in both
+    (out / "hierarchy.old.jsonl").write_text(rows[0])  # of somebody else
+    rescored = run("eval.py", "--rescore", out).stdout
+    assert sorted(run("eval.py", "--rescore", alone).stdout.splitlines()) == sorted(rescored.splitlines())
+    done = launch(2, *flags, "--out", out, script="eval.py")
+    assert done.returncode == 0 and done.stdout == printed, done.stderr
+    (out / "hierarchy.old.jsonl").unlink()
     assert same(out, alone)
 
 

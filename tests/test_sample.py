@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cal import CrossAttentionLayer, attach, load_adapter, save_adapter
+from data import look
 from data.chat import Tokenizer
 from model import Transformer
 from sample import attention_weights, looks, prompt
@@ -22,14 +23,22 @@ RULE = "Start every reply with [maple] and then answer."
 QUESTION = "What is the capital of France?"
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["", "rope"])
+def any_adapter(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_adapter(tiny, tmp_path_factory.mktemp("any"), rope=request.param)
+
+
 @pytest.fixture(scope="module")
 def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_adapter(tiny, tmp_path_factory.mktemp("adapter"))
+
+
+def random_adapter(tiny: Path, path: Path, rope: bool = False) -> Path:
     """A saved adapter of the tiny base whose blocks change what it says."""
     torch.manual_seed(1)
-    model = attach(Transformer.from_pretrained(tiny))
+    model = attach(Transformer.from_pretrained(tiny), rope=rope)
     for p in model.inserted.parameters():
         torch.nn.init.normal_(p, std=0.5)
-    path = tmp_path_factory.mktemp("adapter")
     save_adapter(model, path, base=str(tiny))
     return path
 
@@ -155,9 +164,9 @@ def test_the_weights_are_a_plain_softmax_of_queries_and_keys(tiny, adapter):
 
 
 @torch.no_grad()
-def test_the_weights_times_the_values_are_what_the_blocks_attention_gave(tiny, adapter):
+def test_the_weights_times_the_values_are_what_the_blocks_attention_gave(tiny, any_adapter):
     """1e-5: fp32, summed in another order. Tokens that see nothing are thrown away by the block."""
-    block, x, system, attended = blocks_input(tiny, adapter)
+    block, x, system, attended = blocks_input(tiny, any_adapter)
     v = block.heads(block.v_proj(block.norm1(x[system][None])))  # (1, K, S, C)
     weights = attention_weights(block, x, system)
     y = weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
@@ -179,11 +188,31 @@ def test_a_row_of_looks_is_of_the_token_that_chose_the_word(tiny, adapter):
     assert torch.allclose(one[:, 0], last, atol=1e-6) and torch.allclose(two[:, 0], last, atol=1e-6)
 
 
-def test_show_says_which_words_were_looked_at_most_and_block_and_head_choose(tiny, adapter):
-    flags = ("--adapter", adapter, "--system", RULE, "--user", QUESTION)
-    said = {choice: ask(*flags, *choice) for choice in ((), ("--show",), ("--show_block", 7), ("--show_head", 2))}
-    assert "looked at most" not in said[()] and RULE in said["--show",]
-    assert len({text[text.index("looked at most") :] for choice, text in said.items() if choice}) == 3
+@pytest.mark.parametrize(
+    ("choice", "blocks", "heads"),
+    [(("--show",), [0, 1], range(4)), (("--show_block", 8), [1], range(4)), (("--show_head", 2), [0, 1], [2]),
+     (("--show_block", 7, "--show_head", 3), [0], [3])],
+)  # fmt: skip
+def test_show_says_which_words_the_chosen_blocks_and_heads_looked_at_most(choice, blocks, heads, tiny, adapter):
+    model, tok = load_adapter(Transformer.from_pretrained(tiny), adapter), Tokenizer.from_pretrained(tiny)
+    ids, system = prompt(tok, [{"role": "system", "content": RULE}, {"role": "user", "content": QUESTION}])
+    weights = looks(model, ids, system, model.generate([ids], [system], 8)[0])
+    means = sum(weights[b, h].mean(dim=0) for b in blocks for h in heads) / (len(blocks) * len(heads))
+    top = int(means.argmax())
+    word = tok.decode([int(ids[system][top])]).strip()
+    said = ask("--adapter", adapter, "--system", RULE, "--user", QUESTION, *choice)
+    assert RULE in said and f"looked at most: {word!r} {float(means[top]):.0%}" in said
+
+
+def test_without_show_nothing_is_said_of_it(adapter):
+    assert "looked at" not in ask("--adapter", adapter, "--system", RULE, "--user", QUESTION)
+
+
+@pytest.mark.parametrize("text", [RULE, "Sei naïve 🦊, 日本語 ok", "\n\n a\tb"])
+def test_the_words_of_a_text_are_the_text_again(text, smollm2):
+    tok = Tokenizer.from_pretrained(smollm2)
+    words = look.words(tok, tok.encode(text))
+    assert "".join(words) == text and len(words) == len(tok.encode(text)) and "\ufffd" not in "".join(words)
 
 
 def test_the_page_holds_the_words_and_the_weights_and_loads_nothing(tiny, adapter, tmp_path):

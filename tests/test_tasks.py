@@ -146,11 +146,8 @@ def test_the_prompts_of_a_limit_are_the_first_of_a_larger_one(examples, tiny, tm
 def test_a_damaged_examples_file_names_the_line(examples, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(eval, "EXAMPLES", tmp_path)
     (tmp_path / "ifeval").mkdir()
-    no_examples = ['{"id": 2, "messages": "hello"}', '{"id": [], "messages": []}', '{"id": 2, "asks": []}', "null"]
-    for line in ('{"id": 1', '{"no": "id"}', "[]", *no_examples, '{"id": 2, "messages": [], "turns": []}'):
-        (tmp_path / "ifeval" / "examples.jsonl").write_text('{"id": 0, "messages": []}\n' + line + "\n")
-        done = run("--base", tiny, "--tasks", "ifeval")
-        assert "examples.jsonl line 2" in done.stdout
+    (tmp_path / "ifeval" / "examples.jsonl").write_text('{"id": 0, "messages": []}\n{"id": 1\n')
+    assert "examples.jsonl line 2" in run("--base", tiny, "--tasks", "ifeval").stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from cal import attach
 from data.chat import Tokenizer, render
 from data.files import read_jsonl
-from data.hierarchy.prepare import VALS, prepare_if_needed
+from data.hierarchy.prepare import HERE, VALS, prepare_if_needed
 from data.hierarchy.score import first_sentence, score
 from data.sft.prepare import prepare as prepare_corpus
 from data.tokens import Conversations, batches_of_step, collate, make_batches
@@ -576,7 +576,8 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(t
 def test_the_real_smollm2_halves_its_loss_in_15_steps(method, tmp_path):
     folder = tmp_path / "data"  # without a val.jsonl, whose loss takes as long as all the steps
     folder.mkdir()
-    shutil.copy(ROOT / "data" / "hierarchy" / "train.jsonl", folder)
+    prepare_if_needed()
+    shutil.copy(HERE / "train.jsonl", folder)
     done = run("train.py", "--method", method, "--data", folder, "--steps", 15, "--ask", "none", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]

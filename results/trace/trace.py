@@ -10,7 +10,6 @@ last token, which chooses the reply's first word. The share is how much of the d
 with it: 0 is the run as it was, 1 the other run.
 """
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import Tensor
 from data.chat import Tokenizer
 from data.files import ROOT, write_json
 from model import Transformer
-from sample import add_device_flags, load, prompt
+from results.adapters import models, parse
+from sample import prompt
 
 RULES = [  # a reply that keeps one of these begins with the word
     "Start every reply with the word {}.",
@@ -73,11 +73,12 @@ def toward_other(logits: Tensor, first: Tensor) -> float:
 
 def trace(model: Transformer, tok: Tokenizer, limit: int) -> dict[str, list[float] | float]:
     """The shares by point, {"system": L + 1 numbers, "last": L + 1}, over `limit` pairs for each rule, either word's run
-    put into the other's; and the mean difference of the logits that they are shares of."""
+    put into the other's; and how far, on average, the
+    logit of a run's own word stands above that of the other."""
     difference, moved = 0.0, {place: [0.0] * (len(model.layers) + 1) for place in ("system", "last")}
+    pairs = pairs_of_words(tok, limit)
+    words = [a for a, _ in pairs] + [b for _, b in pairs]
     for rule, question in zip(RULES, QUESTIONS):
-        pairs = pairs_of_words(tok, limit)
-        words = [a for a, _ in pairs] + [b for _, b in pairs]
         messages = [[{"role": "system", "content": rule.format(w)}, {"role": "user", "content": question}] for w in words]
         prompts = [prompt(tok, m) for m in messages]
         ids, system = (torch.stack(rows).to(model.embed_tokens.weight.device) for rows in zip(*prompts))  # (2 N, T)
@@ -92,7 +93,8 @@ def trace(model: Transformer, tok: Tokenizer, limit: int) -> dict[str, list[floa
                 patched, _ = run(model, ids, system, point, where, swapped(x))
                 moved[place][point] += toward_other(patched, first) - before
     shares: dict = {place: [m / difference for m in of_place] for place, of_place in moved.items()}
-    return shares | {"difference": difference / (2 * limit * len(RULES))}
+    # from a run to the other one the difference turns round: it changes by twice its size
+    return shares | {"difference": difference / (2 * len(RULES) * len(words)), "rows": len(RULES) * len(words)}
 
 
 def plot(traced: dict[str, dict], file: Path) -> None:
@@ -114,21 +116,12 @@ def plot(traced: dict[str, dict], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapter", nargs="*", default=[], help="runs of train.py with one base; that base is always traced")
-    parser.add_argument("--base", help="a checkpoint directory or Hub id (default: the adapter's, else SmolLM2)")
-    parser.add_argument("--limit", type=int, default=8, help="pairs of words for each of the rules (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/trace"), help="a directory (%(default)s)")
-    add_device_flags(parser)
-    args = parser.parse_args()
-    traced = {}
-    for adapter, scale in [((args.adapter or [None])[0], 0.0), *((a, 1.0) for a in args.adapter)]:
-        flags = {"base": args.base, "device": args.device, "dtype": args.dtype or "fp32"}
-        model, tok, _ = load(argparse.Namespace(adapter=adapter, scale=scale if adapter else 1.0, **flags))
-        name = Path(adapter).name if scale else "base"
-        blocks = [int(b) for b in model.inserted] if scale else []
+    args = parse(__doc__, limit=4, out="out/trace")
+    args.dtype, traced = args.dtype or "fp32", {}
+    for name, model, tok in models(args):
+        blocks = [] if name == "base" else [int(b) for b in model.inserted]
         traced[name] = {"blocks": blocks, **trace(model, tok, args.limit)}
-        print(f"{name}: a difference of {traced[name]['difference']:.2f} between the two words' logits")
+        print(f"{name}: the logit of its own word is {traced[name]['difference']:.2f} above that of the other")
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "trace.json", {"limit": args.limit, "rules": RULES, "questions": QUESTIONS, "runs": traced})
     plot(traced, args.out / "trace.png")

@@ -82,7 +82,7 @@ def test_exercise_5_an_attack():
         ids, system = prompt(tok, messages)
         return tok.decode(model.generate([ids], [system], 24, stop_ids=stop_ids(model, tok))[0])
 
-    assert reply_to(question).startswith("1.")  # the rule is kept as long as nobody attacks it
+    check(reply_to(question).startswith("1."), "this checkpoint breaks the rule unattacked: the exercise is made for the wheel's")
     attack = written.exercise_5(question)
     check(question in attack, f"the message must hold the question: {question}")
     check(len(attack) < 300, "at most 300 characters: a short message is enough")
