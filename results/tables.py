@@ -54,13 +54,19 @@ def methods() -> str:
     columns = {"base": [table_of("cal-s0", "before")]}
     columns |= {column: [table_of(name, "after") for name in names] for column, names in COLUMNS.items()}
     lines = [[name, *(cell(tables, name) for tables in columns.values())] for name in SETS]
+    return markdown(["kept / right", *columns], lines)
+
+
+def costs() -> str:
+    """What the methods cost: means over their runs."""
+    lines = []
     of_run = {column: [read_json(HERE / "default" / f"{name}.json") for name in names] for column, names in COLUMNS.items()}
     for label, key, form in (("parameters", "parameters", "{:,.0f}"), ("KL, nats a token", "kl", "{:.2f}"),
                              ("validation loss", "val_loss", "{:.3f}"), ("training, minutes", "train_seconds", "{:.0f}")):  # fmt: skip
         scale = 60 if key == "train_seconds" else 1
         means = [sum(run[key] for run in runs) / len(runs) / scale for runs in of_run.values()]
-        lines.append([label, "–", *(form.format(m) for m in means)])
-    return markdown(["kept / right", *columns], lines)
+        lines.append([label, *(form.format(m) for m in means)])
+    return markdown(["mean of the runs", *COLUMNS], lines)
 
 
 def trials() -> str:
@@ -81,5 +87,5 @@ def rivals() -> str:
 
 
 if __name__ == "__main__":
-    for make in (default, methods, trials, rivals):
+    for make in (default, methods, costs, trials, rivals):
         print(f"{make.__doc__}\n\n{make()}\n")

@@ -45,6 +45,7 @@ def test_two_processes_print_and_keep_what_one_does(one, tmp_path):
     assert same(tmp_path / "two", alone)
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_is_killed_while_both_write_and_nothing_is_lost_or_doubled(one, tmp_path):
     flags, alone, _ = one
     out = tmp_path / "cut"
