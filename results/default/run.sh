@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The default run from three seeds, and the trials by which its placement and learning rate were chosen. What is there is kept.
+# The default run from three seeds, the other methods, and the trials by which placement and learning rate were chosen. What is
+# there is kept.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 train() {  # NAME, then flags of train.py
@@ -9,4 +10,5 @@ train trial-middle --ask val --steps 300
 train trial-middle-2e-3 --ask val --steps 300 --lr 2e-3
 train trial-late --ask val --steps 300 --placement late8th
 for seed in 0 1 2; do train "cal-s$seed" --seed "$seed"; done
-python eval.py --compare out/default/cal-s*
+for seed in 0 1; do for method in mlp lora; do train "$method-s$seed" --method "$method" --seed "$seed"; done; done
+python eval.py --compare out/default/cal-s* out/default/mlp-s* out/default/lora-s*
