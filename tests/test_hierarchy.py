@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from data.files import is_fresh
+from data.files import ROOT, file_hash, is_fresh, read_json
 from data.hierarchy import prepare as module
 from data.hierarchy.ask import keep
 from data.hierarchy.prepare import SETS, VALS, compose, make_pools, make_sets, prepare, prepare_if_needed, rows
@@ -443,6 +443,11 @@ def read(folder: Path) -> dict[str, bytes]:
 def run_prepare(out: Path, seed: int) -> str:
     command = [sys.executable, "-m", "data.hierarchy.prepare", "--seed", str(seed), "--out", str(out)]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+
+
+def test_the_sets_are_on_this_machine_the_bytes_that_the_kept_results_were_made_from(tmp_path):
+    prepare(tmp_path)
+    assert {file.name: file_hash(file) for file in tmp_path.glob("*.jsonl")} == read_json(ROOT / "results/default/data.json")
 
 
 def test_the_same_seed_writes_the_same_bytes_in_another_process(tmp_path):
