@@ -23,6 +23,8 @@ def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
     for folder in folders:
         if folder.is_file():  # out/* may bring other files along
             continue
+        if not folder.is_dir():
+            raise ValueError(f"{folder} does not exist: give directories of train.py or eval.py")
         about = next((folder / f for f in ("results.json", "flags.json") if (folder / f).is_file()), folder)
         kept: dict = {}
         with suppress(FileNotFoundError):

@@ -38,6 +38,8 @@ def test_the_projects_own_tests_do_not_run_the_exercises():
         ("1", "places[None, :] < places[:, None]", "a token of the system prompt sees itself"),
         ("1", "places[None, :] >= places[:, None]", "nobody may see what is still to come|must see nothing"),
         ("2", "block.o_proj.weight) if 0 else (block.v_proj.weight", "the block still changes what it reads"),
+        ("2", "block.o_proj.weight); torch.nn.init.zeros_(block.v_proj.weight", "the attention part gets no gradient"),
+        ("2", "block.v_proj.weight", "but the paper has W_O and W_D zero"),
         ("3", "(W + scale * B @ A).T", "must have the shape of W"),
         ("3", "W + B @ A", "where is the scale"),
         ("4", "model.requires_grad_(True)", "the backbone still learns"),

@@ -1,5 +1,5 @@
 """
-Where in the layers does the rule stand? Causal tracing (arXiv 2202.05262): two system prompts differ in one word, and what
+Where in the layers does the rule's word stand? Causal tracing (arXiv 2202.05262): two system prompts differ in one word, and what
 the model holds under the one is put into its run under the other, after one layer at a time.
 
     python -m results.trace.trace --adapter out/cal out/late --limit 4

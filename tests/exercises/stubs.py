@@ -5,6 +5,7 @@
 Each is a few lines. No loop is needed in any of them, and none is forbidden.
 """
 
+import torch  # noqa: F401, for you
 from torch import Tensor
 
 from cal import CrossAttentionLayer
@@ -13,13 +14,14 @@ from model import Transformer
 
 def exercise_1(system: Tensor) -> Tensor:
     """Who sees whom? system is bool (T,), True on the system prompt's tokens. Give bool (T, T): may token i look at
-    token j? It may if j is a system token and does not come after i."""
+    token j? It may if j is a system token and does not come after i. (cal.py has the same table for a batch, and in it
+    only the columns of system tokens.)"""
     raise NotImplementedError("write exercise_1 in tests/exercises/stubs.py")
 
 
 def exercise_2(block: CrossAttentionLayer) -> None:
     """Zero. The block has random weights in all its matrices. Make it the identity, and change no more than that needs,
-    so that it can still learn: which two matrices must be zero?"""
+    so that it can still learn: which two matrices are zero in the paper, the last of each part?"""
     raise NotImplementedError("write exercise_2 in tests/exercises/stubs.py")
 
 

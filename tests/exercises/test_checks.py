@@ -44,9 +44,13 @@ def test_exercise_2_zero():
     changed = {name for name, p in block.named_parameters() if not torch.equal(p, before[name])}
     check(bool(changed), "nothing was changed: the block is what it was")
     check(torch.equal(block(x, SYSTEM), x), "the block still changes what it reads: which matrices come last in its two parts?")
-    check(changed <= {"o_proj.weight", "down_proj.weight"}, f"more than needed is changed: {', '.join(sorted(changed))}")
     (block(x, SYSTEM) * torch.randn(3, 20, 48)).sum().backward()
-    check(bool(block.o_proj.weight.grad.any()), "no gradient reaches W_O: a block that is zero all through never learns")
+    for part, last, names in (("attention", "W_O", ("q", "k", "v", "o")), ("feed-forward", "W_D", ("gate", "up", "down"))):
+        grads = [getattr(block, f"{name}_proj").weight.grad for name in names]
+        learns = any(grad is not None and bool(grad.any()) for grad in grads)
+        check(learns, f"the {part} part gets no gradient: where more than {last} is zero, each waits for the other forever")
+    paper = {"o_proj.weight", "down_proj.weight"}
+    check(changed <= paper, f"it is the identity, and learns; but the paper has W_O and W_D zero: {', '.join(sorted(changed))}")
 
 
 def test_exercise_3_the_merge():
