@@ -53,7 +53,7 @@ from data.download import weights_source
 from data.hierarchy.score import MAX_NEW_TOKENS
 from data.tokens import Conversations, collate, make_batches
 from model import CPU_AMX, Cache, Transformer
-from sample import add_model_flags, load, prompt, start_processes, stop_ids
+from sample import add_model_flags, load, prompt, start_processes
 
 EXAMPLES = files.ROOT / "data"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # tokens of long_ifeval's prompts
@@ -104,7 +104,7 @@ def generate(model: Transformer, tok: Tokenizer, conversations: list[list[dict]]
     fitting = [i for i, (ids, _) in enumerate(prompts) if len(ids) + max_new_tokens <= model.config.max_positions]
     ids, systems = [prompts[i][0] for i in fitting], [prompts[i][1] for i in fitting]
     replies: list[str | None] = [None] * len(prompts)
-    said = model.generate(ids, systems, max_new_tokens, stop_ids=stop_ids(model, tok)) if ids else []
+    said = model.generate(ids, systems, max_new_tokens) if ids else []
     for i, new in zip(fitting, said):
         replies[i] = tok.decode(new)
     return replies
@@ -218,8 +218,7 @@ def ask_base(model: Transformer, tok: Tokenizer, examples: list[dict], path: Pat
     .cache/, and serve every later run with the same weights, prompts, device, dtype and code."""
     weight, checkpoint = model.embed_tokens.weight, files.stamps(sorted(path.iterdir()))
     about = [checkpoint, files.code_of_results(), examples, str(weight.device), str(weight.dtype), versions()]
-    about.append(torch.get_num_threads())
-    key = json.dumps(about, sort_keys=True)
+    key = json.dumps([*about, torch.get_num_threads()], sort_keys=True)
     file = files.CACHE / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: ask again
         rows = files.read_jsonl(file)
@@ -297,8 +296,6 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
 
     def find() -> tuple[dict, dict, list[dict]]:
         """In the first process: the examples and the replies that are there already, by prompt, and what is missing."""
-        if rank > 0:
-            return {}, {}, []
         if refuse and (reason := refuse(args)):
             raise ValueError(reason)
         wanted = {report.prompt_key(task, e): e for e in load_examples(task, args, tok)}
@@ -320,7 +317,7 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
                 kept.flush()
         return new
 
-    wanted, rows, missing = in_step(find, world)[0]
+    wanted, rows, missing = in_step(find if rank == 0 else tuple, world)[0]
     rows |= {report.prompt_key(task, row): row for new in in_step(ask_share, world) for row in new}
     if rank > 0:
         return ""

