@@ -17,7 +17,7 @@ from results.rivals import rivals as rival
 
 HERE = ROOT / "results"
 SETS = ("rules", "attacks", "shots2", "shots8", "shots24", "families", "plain")
-COLUMNS = {"CAL": ["cal-s0", "cal-s1", "cal-s2"], "ParallelMLP": ["mlp-s0"], "LoRA": ["lora-s0"]}
+COLUMNS = {"CAL": ["cal-s0", "cal-s1", "cal-s2"], "ParallelMLP": ["mlp-s0", "mlp-s1"], "LoRA": ["lora-s0"]}
 TRIALS = {  # what --ask val said of them
     "13 to 17 of 30 (middle8th)": ["trial-middle", "trial-middle-2e-3"],
     "26 to 30 of 30 (late8th)": ["trial-late"],
