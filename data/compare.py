@@ -23,14 +23,13 @@ def load_runs(folders: list[Path], **flags: object) -> dict[str, list[dict]]:
     for folder in folders:
         if folder.is_file():  # out/* may bring other files along
             continue
-        if not folder.is_dir():
-            raise ValueError(f"{folder} does not exist: give directories of train.py or eval.py")
         about = next((folder / f for f in ("results.json", "flags.json") if (folder / f).is_file()), folder)
         kept: dict = {}
         with suppress(FileNotFoundError):
             kept = kept_replies(folder, **flags)
         if not any(when != "before" for whens in kept.values() for when in whens):
-            print(f"{folder} is left out: it holds no complete run with replies", file=sys.stderr)
+            what = "holds no complete run with replies" if folder.is_dir() else "does not exist"
+            print(f"{folder} is left out: it {what}", file=sys.stderr)
             continue
         run = read_json(about)
         run = run if isinstance(run.get("flags"), dict) else {"flags": run}

@@ -393,7 +393,8 @@ def test_a_directory_without_a_complete_run_is_named_and_left_out(left, tmp_path
     if left == "unfinished tasks":
         write_jsonl(other / "ifeval.jsonl", [{"when": "base", "reply": "x"}])
     done = run("eval.py", "--compare", a, other)
-    assert done.returncode == 0 and f"{other} is left out" in done.stderr and "| rules |" in done.stdout
+    why = "does not exist" if left == "missing" else "holds no complete run"
+    assert done.returncode == 0 and f"{other} is left out: it {why}" in done.stderr and "| rules |" in done.stdout
 
 
 def test_nothing_to_compare_is_a_sentence(tmp_path):
