@@ -8,8 +8,8 @@ The parts, each of which may fail without ending the others:
     scripts    train.py, eval.py and sample.py as a user runs them; the losses against the CPU's
     training   cal and lora at the exact shapes of Qwen2.5-1.5B and Llama-3.1-8B with random weights, plain, with --compile
                and with --grad_checkpoint: tokens/s, MFU, memory against tests/plan.py's, host synchronisations, the loss
-On a CPU the shapes are tiny, and the numbers say that the program runs, no more. SmolLM2's weights are taken where they are
-in checkpoints/, else random ones of its shape. It ends with status 1 if a part fails or finds a fault.
+On a CPU the shapes are tiny, and the numbers say that the program runs, no more. On a GPU SmolLM2's weights are taken where they
+are in checkpoints/, else random ones of its shape. It ends with status 1 if a part fails or finds a fault.
 """
 
 import argparse
@@ -196,8 +196,9 @@ def kernels(device: str, steps: int) -> dict:
 def scripts(device: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         here = CHECKPOINTS / SMOLLM2
-        base = here if (here / "config.json").is_file() else random_checkpoint(Path(folder, "random"))
         losses, cpu = {}, device == "cpu"
+        real = (here / "config.json").is_file() and not cpu
+        base = here if real else random_checkpoint(Path(folder, "random"), layers=4 if cpu else 30)
         for where in dict.fromkeys((device, "cpu")):
             out = Path(folder, where.replace(":", ""))
             few = ["--steps", str(steps if cpu else 20), "--ask", "none"] if where == "cpu" else []
@@ -220,14 +221,14 @@ def call(script: str, *flags: object) -> None:
         raise RuntimeError(f"{script} ends with {done.returncode}: {done.stderr[-500:]}")
 
 
-def random_checkpoint(folder: Path) -> Path:
-    """A checkpoint of SmolLM2's shape with random weights and a tokenizer of single bytes."""
+def random_checkpoint(folder: Path, layers: int) -> Path:
+    """A checkpoint of SmolLM2's shape, so many layers, with random weights and a tokenizer of single bytes."""
     letters = [chr(b) if 33 <= b < 127 or 161 <= b < 256 and b != 173 else None for b in range(256)]
     spare = (chr(256 + n) for n in range(256))
     vocab = {letter or next(spare): b for b, letter in enumerate(letters)}
     control = [{"id": 256 + n, "content": t} for n, t in enumerate(("<|im_start|>", "<|im_end|>", "<|endoftext|>"))]
     config = {"model_type": "llama", "vocab_size": 259, "hidden_size": 576, "intermediate_size": 1536, "eos_token_id": 257}
-    config |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    config |= {"num_hidden_layers": layers, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
     folder.mkdir()
     write_json(folder / "config.json", config | {"max_position_embeddings": 8192})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}

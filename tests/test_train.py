@@ -338,12 +338,12 @@ def losses_of(out: Path) -> list[list]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_12_random_moments_has_the_very_losses_of_one_that_was_not(tiny, tmp_path):
+def test_a_run_killed_at_8_random_moments_has_the_very_losses_of_one_that_was_not(tiny, tmp_path):
     flags = ["--base", tiny, "--steps", 120, "--eval_limit", 1, "--dtype", "fp32", "--save_every", 3, "--val_every", 50]
     assert run("train.py", *flags, "--out", tmp_path / "whole").returncode == 0
     command = [sys.executable, "train.py", *map(str, flags), "--out", str(tmp_path / "cut"), "--resume"]
     kills, moments = 0, random.Random(0)
-    while kills < 12:
+    while kills < 8:
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(command, cwd=ROOT, stderr=said, stdout=subprocess.DEVNULL)
         try:
@@ -572,13 +572,13 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence_and_leaves_no_adapter(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["cal", "mlp", "lora", "full"])
-def test_the_real_smollm2_halves_its_loss_in_15_steps(method, tmp_path):
+@pytest.mark.parametrize("method", ["cal", "lora"])
+def test_the_real_smollm2_halves_its_loss_in_12_steps(method, tmp_path):
     folder = tmp_path / "data"  # without a val.jsonl, whose loss takes as long as all the steps
     folder.mkdir()
     prepare_if_needed()
     shutil.copy(HERE / "train.jsonl", folder)
-    done = run("train.py", "--method", method, "--data", folder, "--steps", 15, "--ask", "none", "--out", tmp_path / "run")
+    done = run("train.py", "--method", method, "--data", folder, "--steps", 12, "--ask", "none", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert sum(losses[-3:]) / 3 < losses[0] / 2

@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=out/default
-python -m results.rivals.rivals --adapter $runs/cal-s0 $runs/cal-s1 $runs/cal-s2 $runs/mlp-s0 $runs/lora-s0
+python -m results.rivals.rivals --adapter $runs/cal-s0 $runs/cal-s1 $runs/cal-s2 $runs/mlp-s0 $runs/mlp-s1 $runs/lora-s0
