@@ -615,7 +615,7 @@ def test_without_a_system_prompt_cals_replies_of_the_real_smollm2_are_the_bases_
     for p in model.inserted.parameters():
         torch.nn.init.normal_(p, std=0.05)
     save_adapter(model, tmp_path / "adapter", base=str(smollm2))
-    tasks = ("--tasks", "mmlu,gsm8k,squad", "--limit", 4, "--system", "", "--max_new_tokens", 40)
+    tasks = ("--tasks", "mmlu,gsm8k,squad", "--limit", 2, "--system", "", "--max_new_tokens", 40)
     for name, flags in {"base": ("--base", smollm2), "cal": ("--adapter", tmp_path / "adapter")}.items():
         assert run(*flags, *tasks, "--out", tmp_path / name).returncode == 0
     for task in ("mmlu", "gsm8k", "squad"):
