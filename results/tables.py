@@ -57,6 +57,18 @@ def methods() -> str:
     return markdown(["kept / right", *columns], lines)
 
 
+def words() -> str:
+    """After 24 broken turns, by run, of 36 replies: the whole form kept, the rule's word there all the same, kept and right."""
+    lines = []
+    for name in (name for names in COLUMNS.values() for name in names):
+        rows = [r for r in replies(HERE / "default" / f"{name}.jsonl.gz") if (r["when"], r["set"]) == ("after", "shots24")]
+        kept = [r["scores"]["kept"] for r in rows]
+        there = [k or r["parameter"] in r["reply"] for k, r in zip(kept, rows)]
+        both = [k and bool(r["scores"]["right"]) for k, r in zip(kept, rows)]
+        lines.append([name, sum(kept), sum(there), sum(both)])
+    return markdown(["run, after 24 broken turns", "form kept, of 36", "rule's word there", "kept and right"], lines)
+
+
 def costs() -> str:
     """What the methods cost: means over their runs."""
     lines = []
@@ -87,5 +99,5 @@ def rivals() -> str:
 
 
 if __name__ == "__main__":
-    for make in (default, methods, costs, trials, rivals):
+    for make in (default, methods, costs, words, trials, rivals):
         print(f"{make.__doc__}\n\n{make()}\n")

@@ -21,6 +21,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if re.match(
 @pytest.mark.parametrize(
     ("table", "page"),
     [(tables.default, "README.md"), (tables.methods, "README.md"), (tables.costs, "results/default/README.md"),
+     (tables.words, "results/default/README.md"),
      (tables.trials, "results/default/README.md"), (tables.rivals, "results/rivals/README.md")],
 )  # fmt: skip
 def test_a_table_is_what_the_kept_replies_give(table, page):
