@@ -308,8 +308,8 @@ def run_task(task: str, args: argparse.Namespace, model: Transformer, tok: Token
     def ask_share() -> list[dict]:
         """In each process: the replies to its share, kept one by one."""
         max_new_tokens = args.max_new_tokens or import_module(f"data.{task}.score").MAX_NEW_TOKENS
-        file = out / (f"{task}.{rank}.jsonl" if rank else f"{task}.jsonl") if out else os.devnull
-        bar, new = "" if rank else task, []
+        part, bar = (f".{rank}", "") if rank else ("", task)  # the first process alone has a bar
+        file, new = out / f"{task}{part}.jsonl" if out else os.devnull, []
         with open(file, "a", encoding="utf-8") as kept:
             for _, row in ask(model, tok, missing[rank::world], max_new_tokens, args.batch_tokens, args.system, bar, follow):
                 new.append({"when": name, **row})

@@ -124,9 +124,9 @@ def reply(model: Transformer, tok: Tokenizer, messages: list[dict], args: argpar
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    options = (args.max_new_tokens, args.temperature, args.top_p, None, args.seed)
+    options = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
     with suppress(KeyboardInterrupt):  # Ctrl-C ends the reply
-        model.generate([ids], [system], *options, on_token=on_token)
+        model.generate([ids], [system], args.max_new_tokens, **options, on_token=on_token)
     if not quiet:
         print(text[len(shown) :])
     return new
